@@ -1,0 +1,1 @@
+"""The learner: groups in, policy versions out, every task settled exactly once."""

@@ -1,0 +1,1 @@
+"""The generator worker: tasks in, scored groups out, newest policy served."""

@@ -1,0 +1,1 @@
+"""What workers and learner have in common: the contracts, and the adapters to broker and bucket."""

@@ -1,0 +1,143 @@
+"""The names of things: tasks, versions, bucket keys and queues. Everything that builds a name is here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import total_ordering
+
+from spotgrpo.shared.errors import ConfigError, WireError
+
+TOPOLOGY = 1
+"""Version of the queue arguments; part of every queue name, since changed arguments would answer 406."""
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+def check_run_id(run: str) -> str:
+    """Return ``run`` if it can be part of a queue name and a bucket key, else raise ConfigError."""
+    if not RUN_ID.fullmatch(run):
+        raise ConfigError("run.id", run, "use 1 to 64 letters, digits, '-' or '_', starting with a letter or digit")
+    return run
+
+
+@dataclass(frozen=True, order=True)
+class TaskId:
+    """One prompt to be turned into one group: its place in the run's prompt order, and the attempt (1, 2, …)."""
+
+    index: int
+    attempt: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.index:08d}.{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: str) -> TaskId:
+        match = re.fullmatch(r"(\d{8,12})\.(\d{1,4})", text)
+        if not match or int(match[2]) < 1:
+            raise WireError(f"task id {text[:60]!r} is not <index>.<attempt>")
+        return cls(int(match[1]), int(match[2]))
+
+    def next_attempt(self) -> TaskId:
+        return TaskId(self.index, self.attempt + 1)
+
+
+@total_ordering
+@dataclass(frozen=True)
+class PolicyVersion:
+    """A policy version, told apart across takeovers by its epoch. v0 is the base with a zero LoRA."""
+
+    epoch: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"v{self.number:08d}.e{self.epoch:04d}"
+
+    def __lt__(self, other: PolicyVersion) -> bool:
+        return (self.epoch, self.number) < (other.epoch, other.number)
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        match = re.fullmatch(r"v(\d{8,12})\.e(\d{4,9})", text)
+        if not match:
+            raise WireError(f"policy version {text[:60]!r} is not v<number>.e<epoch>")
+        return cls(epoch=int(match[2]), number=int(match[1]))
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Bucket keys of one run, relative to the bucket's prefix."""
+
+    run: str
+
+    @property
+    def run_json(self) -> str:
+        return f"{self.run}/run.json"
+
+    @property
+    def latest(self) -> str:
+        return f"{self.run}/latest.json"
+
+    @property
+    def versions(self) -> str:
+        return f"{self.run}/versions/"
+
+    def version(self, version: PolicyVersion, file: str) -> str:
+        return f"{self.versions}{version}/{file}"
+
+    def manifest(self, version: PolicyVersion) -> str:
+        return self.version(version, "manifest.json")
+
+    @property
+    def states(self) -> str:
+        return f"{self.run}/states/"
+
+    def state(self, version: PolicyVersion) -> str:
+        return f"{self.states}{version}.safetensors"
+
+    @property
+    def ledgers(self) -> str:
+        return f"{self.run}/ledger/"
+
+    def ledger(self, sequence: int, epoch: int) -> str:
+        return f"{self.ledgers}{sequence:08d}.e{epoch:04d}.msgpack"
+
+    def group(self, task: TaskId, sha256: str) -> str:
+        return f"{self.run}/groups/{task}.{sha256}"
+
+    def dead(self, task: TaskId) -> str:
+        return f"{self.run}/dead/{task}"
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Broker names of one run."""
+
+    run: str
+
+    def _name(self, what: str) -> str:
+        return f"spotgrpo.{self.run}.{what}.t{TOPOLOGY}"
+
+    @property
+    def tasks(self) -> str:
+        return self._name("tasks")
+
+    @property
+    def rollouts(self) -> str:
+        return self._name("rollouts")
+
+    @property
+    def leader(self) -> str:
+        return self._name("leader")
+
+    @property
+    def dead(self) -> str:
+        return self._name("dead")
+
+    @property
+    def versions(self) -> str:
+        return self._name("versions")
+
+    @property
+    def telemetry(self) -> str:
+        return self._name("telemetry")

@@ -1,0 +1,69 @@
+"""How transient errors are retried: jittered exponential backoff, up to a deadline or until told to stop.
+
+One line is logged when the trouble starts and one when it is over, never one a try.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, stop_never, wait_random_exponential
+from tenacity.stop import stop_base, stop_when_event_set
+
+from spotgrpo.shared.errors import TransientError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_WAIT_S = 0.2
+LONGEST_WAIT_S = 10.0
+
+
+def retrying(
+    what: str,
+    *,
+    deadline_s: float | None = None,
+    stopping: threading.Event | None = None,
+    longest_wait_s: float = LONGEST_WAIT_S,
+) -> Retrying:
+    """A tenacity controller that retries TransientError and raises the last one when it gives up.
+
+    Args:
+        what: what is being tried, for the log: "publishing to spotgrpo.r.tasks".
+        deadline_s: give up after so many seconds; None never.
+        stopping: give up once set; waiting ends at once.
+        longest_wait_s: upper bound of one pause, in seconds.
+    """
+    stop: stop_base = stop_after_delay(deadline_s) if deadline_s is not None else stop_never
+    if stopping is not None:
+        stop = stop | stop_when_event_set(stopping)
+
+    def say_once(state: RetryCallState) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            log.warning("%s: %s; trying again", what, state.outcome.exception())
+
+    def sleep(seconds: float) -> None:
+        (stopping or threading.Event()).wait(seconds)
+
+    return Retrying(
+        retry=retry_if_exception_type(TransientError),
+        wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=longest_wait_s),
+        stop=stop,
+        before_sleep=say_once,
+        sleep=sleep,
+        reraise=True,
+    )
+
+
+def retry(
+    what: str, call: Callable[[], T], *, deadline_s: float | None = None, stopping: threading.Event | None = None
+) -> T:
+    """``call()`` until it raises no TransientError; see :func:`retrying`."""
+    controller = retrying(what, deadline_s=deadline_s, stopping=stopping)
+    result: T = controller(call)
+    if controller.statistics.get("attempt_number", 1) > 1:
+        log.info("%s: works again", what)
+    return result
