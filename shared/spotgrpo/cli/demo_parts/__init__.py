@@ -1,0 +1,1 @@
+"""The parts of ``spotgrpo demo``: its folder and model, its processes, the screen, the plot, the verdict."""
