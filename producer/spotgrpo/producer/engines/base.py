@@ -1,18 +1,55 @@
 """What a worker needs of an engine. Groups, partials, switching and draining are built on this once, for all.
 
-An engine runs in the worker's event loop and must not block it: heavy work goes to its own thread. It never
-chooses a version: every request names one that was loaded before.
+An engine runs in the worker's event loop and must not block it: heavy work goes to its own thread. It
+never chooses a version: every request names one that was loaded before. An engine that dies raises
+SpotGRPOError from every iterator and call from then on: the worker process has to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from spotgrpo.shared.ids import PolicyVersion
-from spotgrpo.shared.wire import Finish, Float32Array, Sampling
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
+
+    from spotgrpo.shared.ids import PolicyVersion
+    from spotgrpo.shared.wire import Finish, Float32Array, Sampling
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is made of. The same spec makes any of them.
+
+    Attributes:
+        model: hub name or folder of the base model.
+        lora_rank: highest rank of an adapter.
+        lora_alpha: scale of the run's adapters; each version's own ``adapter_config.json`` decides.
+        target_modules: suffixes of the names of modules that may carry an adapter.
+        dtype: of the base model: float32, bfloat16 or float16.
+        max_context: longest prompt plus completion in tokens; None: what the model's config says.
+        max_versions: versions loaded at a time (``max_staleness + 2``).
+        max_inflight: sequences that are sampled at a time.
+        device: auto, cpu, cuda or cuda:N; vLLM takes the platform that it is built for.
+        threads: CPU threads; None: the library's choice.
+        vllm: further vLLM engine arguments; they win over everything that is derived from this spec.
+    """
+
+    model: str
+    lora_rank: int
+    lora_alpha: float
+    target_modules: tuple[str, ...]
+    revision: str | None = None
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    max_context: int | None = None
+    max_versions: int = 4
+    max_inflight: int = 64
+    device: str = "auto"
+    threads: int | None = None
+    vllm: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -22,8 +59,8 @@ class GenerationRequest:
     Attributes:
         request_id: unique in the engine's life.
         prompt_ids: the prompt's tokens.
-        prefix_ids: completion tokens already sampled (a partial); they count against ``max_new_tokens`` and are
-            not sent again.
+        prefix_ids: completion tokens already sampled (a partial); they count against
+            ``max_new_tokens`` and are not sent again.
         seed: of this rollout; with the prefix's length it fixes the random stream.
         version: a loaded version.
     """
@@ -45,7 +82,7 @@ class Chunk:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish: Finish | None | str = None
+    finish: Finish | str | None = None
 
 
 class Engine(Protocol):
@@ -53,7 +90,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """``vllm``, ``transformers``, …"""
+        """What groups carry as their engine: ``vllm`` or ``transformers``."""
 
     @property
     def engine_version(self) -> str:
@@ -65,21 +102,29 @@ class Engine(Protocol):
     async def load(self, version: PolicyVersion, folder: Path) -> int:
         """Load a PEFT folder under a name and id never used before; running requests go on.
 
-        Returns the number of modules that took the adapter. Raises IntegrityError where the adapter does not fit
-        the base (unknown modules, other shapes, rank over the limit). The folder must stay until ``unload``.
+        Returns the number of modules that took the adapter. Raises IntegrityError where the adapter
+        does not fit the base (unknown modules, other shapes, rank over the limit), and leaves nothing
+        of it behind. The folder must stay until ``unload``. One version over ``max_versions`` fits, so
+        that the new one can be loaded before the oldest goes.
         """
 
     async def unload(self, version: PolicyVersion) -> None:
-        """Free a version that nothing in flight names."""
+        """Free a version that nothing in flight names. Unknown versions are fine."""
 
     def submit(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """Sample a completion; chunks arrive as they come."""
+        """Sample a completion; chunks arrive as they come.
+
+        Called in the event loop that ``start`` ran in. The request runs from this call on, not from the
+        first ``anext``. The iterator raises ConfigError for a prompt that leaves no room in the context,
+        and SpotGRPOError for a version that is not loaded or an engine that died. Leaving the iterator
+        early (``aclose``) aborts the request.
+        """
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator yields what it has, with ``finish='abort'``. Unknown ids are fine."""
 
     async def score(self, version: PolicyVersion | None, token_ids: Sequence[int]) -> Float32Array:
-        """Logprobs at temperature 1 of ``token_ids[1:]`` given what stands before each, float32 [T-1].
+        """Logprobs at temperature 1 of ``token_ids[1:]`` given what is before each, float32 [T-1].
 
         ``version`` None is the base without an adapter.
         """
