@@ -1,0 +1,359 @@
+"""The optimizer step: groups in, a new policy version out."""
+
+# ruff: noqa: N806  (N: predicted tokens of a micro-batch)
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import save
+from torch import Tensor
+
+from spotgrpo.consumer.advantages import Advantages, group_advantages
+from spotgrpo.consumer.logprobs import batch_scores, head_is_faithful, per_sample, shares_prompts
+from spotgrpo.consumer.loss import LossSums, clipped_surrogate
+from spotgrpo.consumer.model import (
+    ADAPTER,
+    adapted_modules,
+    adapter_config,
+    add_lora,
+    checkpoint_gradients,
+    load_base,
+    max_context,
+    resolve_device,
+)
+from spotgrpo.consumer.packing import Float32Array, MicroBatch, PromptSamples, Sample, pack
+from spotgrpo.consumer.schedule import learning_rate
+from spotgrpo.consumer.trainer_state import Counters, pack_state, unpack_state
+from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig
+from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from spotgrpo.shared.wire import Group, Rollout
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 64
+FIRST_PROBE_IDS = tuple(range(2, 34))
+"""Probe of a version that has trained nothing yet; it is the base on any tokens."""
+HALF_SCALE = 1024.0
+"""float16 gradients are computed this much bigger, so that small ones do not vanish."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step did.
+
+    Attributes:
+        version: number of the version it made.
+        skipped: True where the weights stayed as they were: nothing to train, or a loss or gradient not finite.
+        loss: token mean of the clipped surrogate; near 0 on policy whatever the progress.
+        grad_norm: before clipping.
+        ratio_mean, ratio_max: importance ratios π/μ of the trained tokens.
+        clipped_fraction: of trained tokens, those whose gradient the clip removed.
+        mismatch_kl: mean of r − 1 − log r (nats): policy against the policies that sampled.
+        entropy: mean over trained tokens, of the distribution they were sampled from (nats).
+        reward_mean, reward_std: over all scored rollouts, flat groups included.
+        groups, flat: groups with and without signal.
+        tokens: trained tokens; ``input_tokens`` those that went through the model, ``rows`` and ``batches`` in how
+            many rows and forward passes; ``over_budget`` sequences longer than the token budget.
+        seconds: wall time.
+    """
+
+    version: int
+    skipped: bool
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    ratio_mean: float
+    ratio_max: float
+    clipped_fraction: float
+    mismatch_kl: float
+    entropy: float
+    reward_mean: float
+    reward_std: float
+    groups: int
+    flat: int
+    tokens: int
+    input_tokens: int
+    rows: int
+    batches: int
+    over_budget: int
+    seconds: float
+
+
+class Trainer:
+    """A base model with the adapter that is trained. Version 0 is the base: the adapter starts as zero.
+
+    Not for several threads at once. ``adapter_files`` and ``state`` are copies: the next step does not change them.
+
+    Args:
+        temperature: the sampling temperature; logprobs of the loss are taken at it.
+        seed: of the adapter's initial weights.
+
+    Raises:
+        ConfigError: model, device or target modules are not there.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        lora_config: LoraConfig,
+        train_config: TrainConfig,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        if train_config.threads is not None:
+            torch.set_num_threads(train_config.threads)
+        self._config = train_config
+        self._temperature = temperature
+        self._base = load_base(model_config, resolve_device(train_config.device))
+        self.max_context = max_context(self._base, model_config)
+        self._share_prompts = self._try_the_model(model_config.name)
+        self._adapted = add_lora(self._base, lora_config, seed)
+        if train_config.gradient_checkpointing:
+            checkpoint_gradients(self._base)
+        self._adapter_config = adapter_config(self._adapted, model_config.name)
+        self._parameters = {n: p for n, p in self._adapted.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=train_config.learning_rate,
+            betas=train_config.betas,
+            eps=train_config.eps,
+            weight_decay=train_config.weight_decay,
+            fused=True,
+        )
+        self.steps_done = 0
+        self.probe_ids: tuple[int, ...] = FIRST_PROBE_IDS
+        self._modules = adapted_modules(self._adapted)
+
+    @property
+    def modules(self) -> int:
+        """Modules that carry the adapter."""
+        return len(self._modules)
+
+    @property
+    def target_modules(self) -> list[str]:
+        """Last name parts of those modules, sorted: what an engine has to make room for."""
+        return sorted({name.rsplit(".", 1)[-1] for name in self._modules})
+
+    @property
+    def dtype(self) -> str:
+        """What the base computes in: float32, bfloat16 or float16."""
+        return str(self._base.dtype).removeprefix("torch.")
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True where rows hold a prompt once for all its completions."""
+        return self._share_prompts
+
+    def step(self, groups: Sequence[Group]) -> StepStats:
+        """Take one optimizer step on ``groups`` and make the next version.
+
+        Groups without signal are passed over; ``steps_done`` advances whatever happens, since it is the number of
+        the version and of the schedule's step. A loss or gradient that is not finite leaves the weights as they are.
+        """
+        started = time.monotonic()
+        advantages = [self._advantages(group) for group in groups]
+        packed = pack(
+            _samples(groups, advantages),
+            self._config.token_budget,
+            share_prompts=self._share_prompts,
+        )
+        trained = sum(int(batch.mask_N.sum()) for batch in packed.batches)
+        rate = learning_rate(self.steps_done, self._config)
+        total = _Totals()
+        norm = 0.0
+        if trained:
+            for batch in packed.batches:
+                total.add(*self._backward(batch, trained))
+            norm = self._update(total.loss, rate)
+        self.steps_done += 1
+        self._choose_probe(groups, advantages)
+        skipped = not trained or not np.isfinite([norm, total.loss]).all()
+        if skipped and trained:
+            log.warning(
+                "step %d skipped: loss %s, gradient norm %s", self.steps_done, total.loss, norm
+            )
+        rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
+        return StepStats(
+            version=self.steps_done,
+            skipped=skipped,
+            loss=total.loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            ratio_mean=total.ratio / max(trained, 1),
+            ratio_max=total.ratio_max,
+            clipped_fraction=total.clipped / max(trained, 1),
+            mismatch_kl=total.kl / max(trained, 1),
+            entropy=total.entropy / max(trained, 1),
+            reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+            reward_std=float(np.std(rewards)) if rewards else 0.0,
+            groups=sum(found.has_signal for found in advantages),
+            flat=sum(not found.has_signal for found in advantages),
+            tokens=trained,
+            input_tokens=sum(batch.filled_tokens for batch in packed.batches),
+            rows=sum(batch.rows for batch in packed.batches),
+            batches=len(packed.batches),
+            over_budget=packed.over_budget,
+            seconds=time.monotonic() - started,
+        )
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """The version as a PEFT folder: file name to bytes. Weights are in the base's dtype, as engines hold them."""
+        weights: dict[str, Tensor] = get_peft_model_state_dict(
+            self._adapted, adapter_name=ADAPTER, save_embedding_layers=False
+        )
+        stored = {
+            name: tensor.detach().to(device="cpu", dtype=self._base.dtype).contiguous()
+            for name, tensor in sorted(weights.items())
+        }
+        return {
+            ADAPTER_CONFIG: self._adapter_config,
+            ADAPTER_WEIGHTS: save(stored, {"format": "pt"}),
+        }
+
+    def state(self) -> bytes:
+        """Everything that :meth:`restore` needs to go on bit for bit, as safetensors."""
+        return pack_state(
+            self._parameters, self._optimizer, Counters(self.steps_done, self.probe_ids)
+        )
+
+    def restore(self, state: bytes) -> None:
+        """Go on from ``state``, under this trainer's own learning rate and schedule. Raises IntegrityError."""
+        counters = unpack_state(state, self._parameters, self._optimizer)
+        self.steps_done, self.probe_ids = counters.steps_done, counters.probe_ids
+
+    def logprobs(self, group: Group) -> list[Float32Array]:
+        """Current logprobs at the sampling temperature of each rollout's tokens, float32."""
+        samples = tuple(_sample(i, rollout, 0.0) for i, rollout in enumerate(group.rollouts))
+        found = self._score([PromptSamples(group.prompt_ids, samples)], self._temperature)
+        return [found[index] for index in range(len(samples))]
+
+    def sequence_logprobs(self, token_ids: Sequence[int], *, adapter: bool) -> Float32Array:
+        """Logprobs at temperature 1 of ``token_ids[1:]`` given what stands before each, float32 [T-1].
+
+        ``adapter`` False takes the base instead of this version.
+        """
+        ids = np.asarray(token_ids, dtype=np.int32)
+        blank = np.zeros(len(ids) - 1, dtype=np.float32)
+        sample = Sample(0, ids[1:], blank, blank > 0.0, advantage=0.0)
+        prompt = [PromptSamples(ids[:1], (sample,))]
+        if adapter:
+            return self._score(prompt, 1.0)[0]
+        with self._adapted.disable_adapter():
+            return self._score(prompt, 1.0)[0]
+
+    def _try_the_model(self, name: str) -> bool:
+        if not head_is_faithful(self._base):
+            raise ConfigError(
+                "model.name",
+                name,
+                "its logits are not its output head's: this model is not supported",
+            )
+        shares = shares_prompts(self._base, self.max_context)
+        if not shares:
+            log.warning(
+                "%s does not heed a given attention mask: prompts are not shared, steps take longer",
+                name,
+            )
+        return shares
+
+    def _advantages(self, group: Group) -> Advantages:
+        return group_advantages([r.reward for r in group.rollouts], self._config.advantage_scale)
+
+    def _score(
+        self, groups: Sequence[PromptSamples], temperature: float
+    ) -> dict[int, Float32Array]:
+        found: dict[int, Float32Array] = {}
+        with torch.no_grad():
+            for batch in pack(
+                groups, self._config.token_budget, share_prompts=self._share_prompts
+            ).batches:
+                found |= per_sample(batch, batch_scores(self._base, batch, temperature).logprobs_N)
+        return found
+
+    def _backward(self, batch: MicroBatch, denominator: int) -> tuple[Tensor, LossSums, Tensor]:
+        """Add the gradient of ``batch``; returns its loss, sums and summed entropy, detached."""
+        device = self._base.device
+        mask_N = torch.from_numpy(batch.mask_N).to(device)
+        scores = batch_scores(self._base, batch, self._temperature)
+        loss, sums = clipped_surrogate(
+            scores.logprobs_N,
+            torch.from_numpy(batch.behaviour_N).to(device),
+            torch.from_numpy(batch.advantage_N).to(device),
+            mask_N,
+            clip_low=self._config.clip_low,
+            clip_high=self._config.clip_high,
+            denominator=denominator,
+        )
+        (loss * self._gradient_scale).backward()
+        return loss.detach(), sums, (scores.entropy_N * mask_N).sum()
+
+    @property
+    def _gradient_scale(self) -> float:
+        return HALF_SCALE if self._base.dtype == torch.float16 else 1.0
+
+    def _update(self, loss: float, rate: float) -> float:
+        """Clip the gradient and step, unless something is not finite. Returns the norm before clipping."""
+        parameters = list(self._parameters.values())
+        if self._gradient_scale != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= self._gradient_scale
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
+        if np.isfinite([norm, loss]).all():
+            for options in self._optimizer.param_groups:
+                options["lr"] = rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _choose_probe(self, groups: Iterable[Group], advantages: Iterable[Advantages]) -> None:
+        """The end of the newest trained group's best rollout: where this version differs most from the base."""
+        trained = [
+            group for group, found in zip(groups, advantages, strict=True) if found.has_signal
+        ]
+        if trained:
+            group = trained[-1]
+            best = max(group.rollouts, key=lambda r: -np.inf if r.reward is None else r.reward)
+            ids = [*group.prompt_ids.tolist(), *best.token_ids.tolist()]
+            self.probe_ids = tuple(ids[-PROBE_TOKENS:])
+
+
+class _Totals:
+    """Sums over the micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self.loss = self.ratio = self.ratio_max = self.clipped = self.kl = self.entropy = 0.0
+
+    def add(self, loss: Tensor, sums: LossSums, entropy: Tensor) -> None:
+        self.loss += float(loss)
+        self.ratio += float(sums.ratio)
+        self.ratio_max = max(self.ratio_max, float(sums.ratio_max))
+        self.clipped += float(sums.clipped)
+        self.kl += float(sums.kl)
+        self.entropy += float(entropy)
+
+
+def _sample(index: int, rollout: Rollout, advantage: float) -> Sample:
+    return Sample(index, rollout.token_ids, rollout.logprobs, rollout.loss_mask, advantage)
+
+
+def _samples(groups: Sequence[Group], advantages: Sequence[Advantages]) -> list[PromptSamples]:
+    """What is trained: scored rollouts with at least one unmasked token, of groups with signal."""
+    found = []
+    for group, values in zip(groups, advantages, strict=True):
+        kept = tuple(
+            _sample(index, rollout, float(values.values[index]))
+            for index, rollout in enumerate(group.rollouts)
+            if values.has_signal and values.used[index] and rollout.loss_mask.any()
+        )
+        if kept:
+            found.append(PromptSamples(group.prompt_ids, kept))
+    return found
