@@ -10,7 +10,14 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, stop_never, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    stop_never,
+    wait_random_exponential,
+)
 from tenacity.stop import stop_base, stop_when_event_set
 
 from spotgrpo.shared.errors import TransientError
@@ -28,6 +35,7 @@ def retrying(
     deadline_s: float | None = None,
     stopping: threading.Event | None = None,
     longest_wait_s: float = LONGEST_WAIT_S,
+    level: int = logging.WARNING,
 ) -> Retrying:
     """A tenacity controller that retries TransientError and raises the last one when it gives up.
 
@@ -36,6 +44,7 @@ def retrying(
         deadline_s: give up after so many seconds; None never.
         stopping: give up once set; waiting ends at once.
         longest_wait_s: upper bound of one pause, in seconds.
+        level: of the line that says that trouble started; lower where a caller retries above this again.
     """
     stop: stop_base = stop_after_delay(deadline_s) if deadline_s is not None else stop_never
     if stopping is not None:
@@ -43,7 +52,7 @@ def retrying(
 
     def say_once(state: RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            log.warning("%s: %s; trying again", what, state.outcome.exception())
+            log.log(level, "%s: %s; trying again", what, state.outcome.exception())
 
     def sleep(seconds: float) -> None:
         (stopping or threading.Event()).wait(seconds)
@@ -59,11 +68,19 @@ def retrying(
 
 
 def retry(
-    what: str, call: Callable[[], T], *, deadline_s: float | None = None, stopping: threading.Event | None = None
+    what: str,
+    call: Callable[[], T],
+    *,
+    deadline_s: float | None = None,
+    stopping: threading.Event | None = None,
+    longest_wait_s: float = LONGEST_WAIT_S,
+    level: int = logging.WARNING,
 ) -> T:
     """``call()`` until it raises no TransientError; see :func:`retrying`."""
-    controller = retrying(what, deadline_s=deadline_s, stopping=stopping)
+    controller = retrying(
+        what, deadline_s=deadline_s, stopping=stopping, longest_wait_s=longest_wait_s, level=level
+    )
     result: T = controller(call)
     if controller.statistics.get("attempt_number", 1) > 1:
-        log.info("%s: works again", what)
+        log.log(min(level, logging.INFO), "%s: works again", what)
     return result
