@@ -106,7 +106,9 @@ def find_example(start: Path | None = None) -> Path:
     for folder in (start,) if start else (*here.parents, Path.cwd(), *Path.cwd().parents):
         if (folder / EXAMPLE / "run.toml").is_file():
             return folder / EXAMPLE
-    raise ConfigError("working directory", str(Path.cwd()), f"{EXAMPLE} is not there: run it in a clone")
+    raise ConfigError(
+        "working directory", str(Path.cwd()), f"{EXAMPLE} is not there: run it in a clone"
+    )
 
 
 def write_run_toml(
