@@ -205,7 +205,7 @@ def test_files_beside_the_toml_are_meant_wherever_one_stands(toml: Path) -> None
     (toml.parent / "org").mkdir()
     config = load_config(toml, environ={})
     assert config.data.path == str(toml.parent / "prompts.jsonl")
-    assert config.rewards[0].function == f"{toml.parent / 'rewards.py'}:exact"
+    assert config.rewards[0].function == "rewards.py:exact"  # goes into run.json
     assert config.model.name == "org/model"
     assert load_config(toml, ["data.path=prompts.jsonl"], environ={}).data.path == "prompts.jsonl"
 

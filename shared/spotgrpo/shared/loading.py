@@ -70,7 +70,8 @@ def load_config(
     """The configuration of ``path`` (None: no file), overridden by environment and ``sets``.
 
     Args:
-        path: a TOML. Relative ``data.path``, reward files and model folders that exist beside it are meant.
+        path: a TOML. Where ``data.path``, ``model.name`` or ``broker.ca_file`` exists beside it, that is meant.
+            Reward files stay as they are written: whoever resolves them is given the folder.
         sets: ``a.b=c``, values as in TOML, anything else as text; ``rewards.0.weight=2`` names an element.
         kind: Config, or WorkerView, which passes over the tables that only a learner reads.
         environ: ``SPOTGRPO_SECTION__KEY``, same values. Names are lowered.
@@ -135,7 +136,10 @@ def _read(path: Path) -> Tree:
 
 
 def _resolve_paths(tree: Tree, folder: Path) -> None:
-    """Make paths that exist beside the TOML absolute: the same file works from any working directory."""
+    """Make paths that exist beside the TOML absolute: the same file works from any working directory.
+
+    Not those of reward files: ``run.json`` carries them to workers on other machines.
+    """
     data, model, broker = (
         table if isinstance(table := tree.get(name), dict) else {}
         for name in ("data", "model", "broker")
@@ -143,16 +147,10 @@ def _resolve_paths(tree: Tree, folder: Path) -> None:
     for table, key in ((data, "path"), (model, "name"), (broker, "ca_file")):
         if isinstance(value := table.get(key), str) and value:
             table[key] = _beside(folder, value)
-    rewards = tree.get("rewards")
-    for reward in rewards if isinstance(rewards, list) else []:
-        if isinstance(reward, dict) and isinstance(function := reward.get("function"), str):
-            file, colon, name = function.rpartition(":")
-            if file.endswith(".py"):
-                reward["function"] = _beside(folder, file) + colon + name
 
 
 def _beside(folder: Path, value: str) -> str:
-    looks_like_path = "/" in value or value.endswith((*DATA_SUFFIXES, ".py"))
+    looks_like_path = "/" in value or value.endswith(DATA_SUFFIXES)
     found = folder / value
     return str(found.resolve()) if looks_like_path and found.exists() else value
 

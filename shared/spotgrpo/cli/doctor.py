@@ -1,0 +1,132 @@
+"""``spotgrpo doctor``: is everything there that a run needs, and if not, what to do?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spotgrpo.cli import inputs, machine, servers
+from spotgrpo.cli.checks import Check, Finding, exit_code, from_error, run_checks
+from spotgrpo.cli.errors import exit_on_errors
+from spotgrpo.cli.options import AsJson, Sets, folder_of, load, print_json
+from spotgrpo.shared.config import Config, WorkerView
+from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.log import configure_logging
+
+MARKS = {
+    "ok": "[green]ok[/]",
+    "warn": "[yellow]warn[/]",
+    "fail": "[red]FAIL[/]",
+    "unreached": "[red]NO ANSWER[/]",
+}
+
+ConfigOrNone = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG]",
+        help="The run's TOML; without it only this machine is looked at, and what SPOTGRPO_… variables name.",
+        show_default=False,
+    ),
+]
+ForWorker = Annotated[
+    bool, typer.Option("--worker", help="Check what a worker needs, not data and rewards.")
+]
+
+
+def command(
+    config: ConfigOrNone = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    worker: ForWorker = False,
+) -> None:
+    """Check installation, broker, bucket, clock, model, GPU, data and rewards, and say what to do.
+
+    Changes nothing of a run: what it writes is scratch and is removed. Exits 2 where something failed, 3 where
+    only a server did not answer.
+    """
+    with exit_on_errors():
+        configure_logging("warning")
+        checks = examine(config, sets or [], for_worker=worker)
+        if as_json:
+            print_json(
+                {"ok": exit_code(checks) == 0, "checks": [check.to_dict() for check in checks]}
+            )
+        else:
+            _print_table(checks)
+        raise typer.Exit(exit_code(checks))
+
+
+def examine(path: Path | None, sets: Sequence[str], *, for_worker: bool = False) -> list[Check]:
+    """Every finding about this machine and, where there is a configuration, about the run it describes."""
+    checks = run_checks(
+        [
+            ("installation", machine.check_installation),
+            ("extras", machine.check_extras),
+            ("gpu", machine.check_gpu),
+        ]
+    )
+    try:
+        config = _load(path, sets, for_worker=for_worker)
+    except ConfigError as exc:
+        return [*checks, *_refused(exc)]
+    if config is None:
+        detail = "none given: broker, bucket, model, data and rewards were not looked at"
+        return [*checks, Check("configuration", "warn", detail, "spotgrpo doctor CONFIG")]
+    checks.append(Check("configuration", "ok", str(path or "from the environment")))
+    return checks + run_checks(_findings(config, folder_of(path)))
+
+
+def _load(
+    path: Path | None, sets: Sequence[str], *, for_worker: bool
+) -> Config | WorkerView | None:
+    if path is not None and not for_worker:
+        return load(path, sets, Config)
+    try:
+        return load(path, sets, WorkerView)
+    except ConfigError as exc:
+        if path is None and not for_worker and not sets and exc.remedy.startswith("missing"):
+            return None
+        raise
+
+
+def _refused(error: ConfigError) -> list[Check]:
+    """A check for every line of a refused configuration."""
+    checks = []
+    for line in str(error).splitlines():
+        what, _, remedy = line.partition(": ")
+        checks.append(Check("configuration", "fail", what, remedy))
+    return checks or [from_error("configuration", error)]
+
+
+def _findings(config: Config | WorkerView, folder: Path) -> list[tuple[str, Finding]]:
+    found: list[tuple[str, Finding]] = [
+        ("disk", lambda: machine.check_disk("disk", config.worker.cache_dir)),
+        ("broker", lambda: servers.check_broker(config)),
+        ("consumer timeout", lambda: servers.check_consumer_timeout(config)),
+        ("bucket", lambda: servers.check_bucket(config)),
+        ("run", lambda: servers.check_run(config)),
+    ]
+    if isinstance(config, Config):
+        learner = config
+        found += [
+            ("disk", lambda: machine.check_disk("disk", config.run.output_dir)),
+            ("model", lambda: inputs.check_model(learner)),
+            ("data", lambda: inputs.check_data(learner)),
+            ("rewards", lambda: inputs.check_rewards(learner, folder)),
+        ]
+    return found
+
+
+def _print_table(checks: Sequence[Check]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("check", "", "found", "what to do", title="spotgrpo doctor", title_justify="left")
+    for check in checks:
+        mark = MARKS[check.state]
+        table.add_row(check.name, mark, escape(check.detail), escape(check.remedy))
+    Console().print(table)

@@ -1,0 +1,81 @@
+"""``spotgrpo export``: a version of a run as a PEFT folder, or merged into its base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spotgrpo.cli.errors import exit_on_errors
+from spotgrpo.cli.extras import require
+from spotgrpo.cli.options import AsJson, ConfigPath, Sets, load, print_json
+from spotgrpo.shared.config import Config
+from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.ids import Keys, PolicyVersion
+from spotgrpo.shared.ports import ObjectStore
+
+Out = Annotated[
+    Path, typer.Option("--out", help="Folder to write; must be new or empty.", show_default=False)
+]
+Version = Annotated[
+    int | None,
+    typer.Option(
+        "--version", min=0, help="Version number; default: the newest.", show_default=False
+    ),
+]
+Merge = Annotated[
+    bool, typer.Option("--merge", help="Write a full model instead of an adapter (needs torch).")
+]
+
+
+def command(
+    config: ConfigPath,
+    out: Out,
+    version: Version = None,
+    merge: Merge = False,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a version, verified against its manifest, as a folder that peft, vLLM and others load as it is."""
+    with exit_on_errors():
+        loaded = load(config, sets, Config)
+        if merge:
+            require("learner", "worker")
+        exported = _export(loaded, out, version, merge=merge)
+        if as_json:
+            print_json(
+                {
+                    "run": loaded.run.id,
+                    "version": exported,
+                    "folder": str(out.resolve()),
+                    "merged": merge,
+                }
+            )
+        else:
+            print(f"{exported} of {loaded.run.id} is in {out}")
+
+
+def _export(config: Config, out: Path, number: int | None, *, merge: bool) -> PolicyVersion:
+    from spotgrpo.consumer.export import export_version
+    from spotgrpo.shared.s3 import S3Store
+
+    store, keys = S3Store.connect(config.bucket), Keys(config.run.id)
+    version = None if number is None else _newest_of(store, keys, number)
+    return export_version(store, keys, version, out, merge=merge, model_config=config.model)
+
+
+def _newest_of(store: ObjectStore, keys: Keys, number: int) -> PolicyVersion:
+    """The version of that number; where takeovers left several, the one of the newest epoch."""
+    there = {
+        PolicyVersion.parse(info.key.removeprefix(keys.versions).partition("/")[0])
+        for info in store.list(keys.versions)
+        if info.key.endswith("/manifest.json")
+    }
+    found = [version for version in there if version.number == number]
+    if not found:
+        numbers = ", ".join(str(n) for n in sorted({version.number for version in there})[-20:])
+        raise ConfigError(
+            "--version", number, f"the bucket keeps {numbers or 'no version of this run'}"
+        )
+    return max(found)

@@ -1,0 +1,154 @@
+"""What a person hands in: model, data and rewards, opened and tried before anything is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from spotgrpo.cli.checks import Check
+from spotgrpo.cli.extras import missing
+from spotgrpo.shared.config import Config, ModelConfig
+from spotgrpo.shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spotgrpo.consumer.prompts import PromptSource
+    from spotgrpo.producer.rewards import Rewards
+
+UNCHECKED: Final = "needs the learner's packages: pip install 'spotgrpo[learner]'"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's inputs, found to work together."""
+
+    tokenizer: Any
+    prompts: PromptSource
+    rewards: Rewards
+
+
+def open_inputs(config: Config, folder: Path) -> Inputs:
+    """Open tokenizer, data and rewards, and try the rewards on the first prompt.
+
+    Args:
+        config: the run's.
+        folder: where relative reward files are looked for.
+
+    Raises:
+        ConfigError: whatever is wrong with one of them.
+    """
+    rewards = open_rewards(config, folder)
+    tokenizer, prompts = open_prompts(config)
+    try_rewards(rewards, prompts)
+    return Inputs(tokenizer, prompts, rewards)
+
+
+def open_prompts(config: Config) -> tuple[Any, PromptSource]:
+    """Tokenizer and prompts, every row looked at once. Raises ConfigError."""
+    from spotgrpo.consumer.prompts import PromptSource
+    from spotgrpo.shared.tokenizing import load_tokenizer
+
+    context = context_of(config.model)
+    tokenizer = load_tokenizer(config.model)
+    prompts = PromptSource.open(
+        config.data, config.run.seed, tokenizer, context, config.sampling.max_new_tokens
+    )
+    return tokenizer, prompts
+
+
+def open_rewards(config: Config, folder: Path) -> Rewards:
+    """The reward functions, imported. Raises ConfigError."""
+    from spotgrpo.producer.rewards import Rewards
+
+    return Rewards.resolve(config.rewards, folder)
+
+
+def try_rewards(rewards: Rewards, prompts: PromptSource) -> None:
+    """Call every reward function on the first prompt. Raises ConfigError where one does not fit."""
+    first = prompts[0]
+    rewards.try_once(first.prompt, first.row)
+
+
+def context_of(config: ModelConfig) -> int:
+    """Longest prompt plus completion in tokens, from the model's ``config.json``; loads no weights.
+
+    Raises:
+        ConfigError: no such model, or ``model.max_context`` is more than it has, or neither says.
+    """
+    found = model_settings(config)
+    own = (found.get("text_config") or found).get("max_position_embeddings")
+    if config.max_context is None and own is None:
+        remedy = "this model does not say its context length: set it"
+        raise ConfigError("model.max_context", None, remedy)
+    if config.max_context is not None and own is not None and config.max_context > own:
+        remedy = f"this model has {own} positions: use at most that"
+        raise ConfigError("model.max_context", config.max_context, remedy)
+    return config.max_context or int(str(own))
+
+
+def model_settings(config: ModelConfig) -> dict[str, Any]:
+    """The model's ``config.json``. Raises ConfigError."""
+    path = _config_json(config)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        remedy = f"no config.json there ({exc.strerror}): give a folder with a transformers model, or a hub name"
+        raise ConfigError("model.name", config.name, remedy) from exc
+    except ValueError as exc:
+        raise ConfigError("model.name", config.name, f"its config.json is not JSON: {exc}") from exc
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise ConfigError("model.name", config.name, "its config.json names no model_type")
+    return found
+
+
+def _config_json(config: ModelConfig) -> Path:
+    if Path(config.name).is_dir() or config.name.startswith((".", "/", "~")):
+        return Path(config.name).expanduser() / "config.json"
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(hf_hub_download(config.name, "config.json", revision=config.revision))
+    except (OSError, ValueError, HFValidationError) as exc:
+        remedy = (
+            f"neither a folder nor found on the hub ({type(exc).__name__}); give one that exists"
+        )
+        raise ConfigError("model.name", config.name, remedy) from exc
+
+
+# ---- as checks of the doctor ----------------------------------------------------------------------------------
+
+
+def check_model(config: Config) -> Check:
+    """Whether the model is there, what it is, and its context."""
+    if not Path(config.model.name).is_dir() and missing("worker"):
+        return Check("model", "warn", f"{config.model.name} was not looked at", UNCHECKED)
+    kind = model_settings(config.model)["model_type"]
+    context = context_of(config.model)
+    return Check("model", "ok", f"{config.model.name}: {kind}, context {context} tokens")
+
+
+def check_data(config: Config) -> Check:
+    """Whether every prompt of the data set can be asked."""
+    if missing("learner"):
+        return Check("data", "warn", "was not looked at", UNCHECKED)
+    _, prompts = open_prompts(config)
+    tokens = len(prompts[0].prompt_ids)
+    return Check("data", "ok", f"{len(prompts)} prompts; the first has {tokens} tokens")
+
+
+def check_rewards(config: Config, folder: Path) -> Check:
+    """Whether every reward function imports, and scores the first prompt where the data can be opened."""
+    rewards = open_rewards(config, folder)
+    names = ", ".join(reward.function for reward in config.rewards)
+    if missing("learner"):
+        return Check("rewards", "warn", f"{names}: imported, not tried", UNCHECKED)
+    try:
+        _, prompts = open_prompts(config)
+    except ConfigError:
+        return Check(
+            "rewards", "warn", f"{names}: imported, not tried", "mend model and data first"
+        )
+    try_rewards(rewards, prompts)
+    return Check("rewards", "ok", f"{names}: tried on the first prompt")

@@ -1,0 +1,32 @@
+"""``spotgrpo learner``: everything a person can get wrong is tried before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from spotgrpo.cli.errors import exit_on_errors
+from spotgrpo.cli.extras import require
+from spotgrpo.cli.options import AsJson, ConfigPath, Sets, folder_of, load, print_json
+from spotgrpo.shared.config import Config
+from spotgrpo.shared.stopping import Stopping
+
+
+def command(config: ConfigPath, sets: Sets = None, as_json: AsJson = False) -> None:
+    """Train a run: begin it, resume it, or stand by while another learner leads it.
+
+    Tries data and rewards first. Ctrl-C or SIGTERM stops after the step at hand; the same command resumes.
+    """
+    with exit_on_errors():
+        loaded = load(config, sets, Config)
+        require("learner")
+        with Stopping().on_signals() as stopping:
+            summary = _train(loaded, folder_of(config), stopping)
+        if as_json:
+            print_json(summary)
+
+
+def _train(config: Config, folder: Path, stopping: Stopping) -> Mapping[str, object]:
+    from spotgrpo.consumer.learner import run_learner
+
+    return run_learner(config, folder, stopping)
