@@ -1,0 +1,6 @@
+"""RabbitMQ as the broker port. Nothing outside this package imports pika."""
+
+from spotgrpo.shared.rabbitmq.broker import RabbitMQBroker
+from spotgrpo.shared.rabbitmq.server import redact
+
+__all__ = ["RabbitMQBroker", "redact"]
