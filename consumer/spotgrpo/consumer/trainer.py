@@ -29,11 +29,12 @@ from spotgrpo.consumer.model import (
     resolve_device,
 )
 from spotgrpo.consumer.packing import Float32Array, MicroBatch, PromptSamples, Sample, pack
+from spotgrpo.consumer.probe import make_probe
 from spotgrpo.consumer.schedule import learning_rate
 from spotgrpo.consumer.trainer_state import Counters, pack_state, unpack_state
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig
 from spotgrpo.shared.errors import ConfigError
-from spotgrpo.shared.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from spotgrpo.shared.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Probe
 from spotgrpo.shared.wire import Group, Rollout
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,15 @@ class Trainer:
     def dtype(self) -> str:
         """What the base computes in: float32, bfloat16 or float16."""
         return str(self._base.dtype).removeprefix("torch.")
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the input embedding: token ids are below this."""
+        return int(self._base.get_input_embeddings().weight.shape[0])
+
+    def probe(self) -> Probe:
+        """Tokens that tell these weights from the base; see :func:`make_probe`."""
+        return make_probe(self)
 
     @property
     def shares_prompts(self) -> bool:

@@ -21,92 +21,163 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Section(BaseModel):
     """A table of the TOML."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True
+    )
 
 
 class RunConfig(Section):
     """What this run is called and where its local files go."""
 
-    id: Annotated[str, Field(description="Name of the run; all its queues and bucket objects carry it.")]
-    output_dir: Annotated[Path, Field(description="Folder for metrics.jsonl, summary.json and logs.")] = Path("runs")
-    seed: Annotated[int, Field(ge=0, lt=2**31, description="Seeds prompt order, LoRA initialisation and rollouts.")] = 0
+    id: Annotated[
+        str, Field(description="Name of the run; all its queues and bucket objects carry it.")
+    ]
+    output_dir: Annotated[
+        Path, Field(description="Folder for metrics.jsonl, summary.json and logs.")
+    ] = Path("runs")
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**31, description="Seeds prompt order, LoRA initialisation and rollouts."),
+    ] = 0
 
     @field_validator("id")
     @classmethod
     def _fits_names(cls, value: str) -> str:
         if not RUN_ID.fullmatch(value):
-            raise ValueError("use 1 to 64 letters, digits, '-' or '_', starting with a letter or digit")
+            raise ValueError(
+                "use 1 to 64 letters, digits, '-' or '_', starting with a letter or digit"
+            )
         return value
 
 
 class BrokerConfig(Section):
     """RabbitMQ."""
 
-    url: Annotated[SecretStr, Field(description="amqp:// or amqps:// URL with user, password and virtual host.")]
-    ca_file: Annotated[Path | None, Field(description="CA certificate for amqps:// where the system's do not do.")] = None
-    heartbeat_s: Annotated[int, Field(ge=1, le=600, description="A dead link is noticed after two to three of these.")] = 30
-    start_deadline_s: Annotated[Seconds, Field(description="How long a server may stay silent at start (exit 3).")] = 60.0
-    delivery_limit: Annotated[Positive, Field(description="Deliveries of a message before it counts as poison.")] = 100
-    max_queued_groups: Annotated[Positive, Field(description="Groups the rollouts queue holds before workers wait.")] = 10_000
+    url: Annotated[
+        SecretStr,
+        Field(description="amqp:// or amqps:// URL with user, password and virtual host."),
+    ]
+    ca_file: Annotated[
+        Path | None, Field(description="CA certificate for amqps:// where the system's do not do.")
+    ] = None
+    heartbeat_s: Annotated[
+        int, Field(ge=1, le=600, description="A dead link is noticed after two to three of these.")
+    ] = 30
+    start_deadline_s: Annotated[
+        Seconds, Field(description="How long a server may stay silent at start (exit 3).")
+    ] = 60.0
+    delivery_limit: Annotated[
+        Positive, Field(description="Deliveries of a message before it counts as poison.")
+    ] = 100
+    max_queued_groups: Annotated[
+        Positive, Field(description="Groups the rollouts queue holds before workers wait.")
+    ] = 10_000
 
 
 class BucketConfig(Section):
     """S3-compatible storage. Credentials come through boto3's usual chain unless they are given here."""
 
-    url: Annotated[str, Field(description="s3://bucket/prefix", pattern=r"^s3://[^/\s]+(/[^\s]*)?$")]
-    endpoint_url: Annotated[str | None, Field(description="http(s) address of the server; none means AWS.")] = None
+    url: Annotated[
+        str, Field(description="s3://bucket/prefix", pattern=r"^s3://[^/\s]+(/[^\s]*)?$")
+    ]
+    endpoint_url: Annotated[
+        str | None, Field(description="http(s) address of the server; none means AWS.")
+    ] = None
     region: Annotated[str, Field(description="Region of the bucket.")] = "us-east-1"
-    access_key_id: Annotated[str | None, Field(description="Access key; none means boto3's chain.")] = None
-    secret_access_key: Annotated[SecretStr | None, Field(description="Secret key; none means boto3's chain.")] = None
-    path_style: Annotated[bool, Field(description="Bucket in the path instead of the host name.")] = True
+    access_key_id: Annotated[
+        str | None, Field(description="Access key; none means boto3's chain.")
+    ] = None
+    secret_access_key: Annotated[
+        SecretStr | None, Field(description="Secret key; none means boto3's chain.")
+    ] = None
+    path_style: Annotated[
+        bool, Field(description="Bucket in the path instead of the host name.")
+    ] = True
     checksums: Annotated[
         Literal["when_supported", "when_required"],
-        Field(description="'when_required' for older servers that refuse boto3's default checksums."),
+        Field(
+            description="'when_required' for older servers that refuse boto3's default checksums."
+        ),
     ] = "when_supported"
-    timeout_s: Annotated[Seconds, Field(description="Connect and read timeout of one request.")] = 20.0
-    start_deadline_s: Annotated[Seconds, Field(description="How long a server may stay silent at start (exit 3).")] = 60.0
+    timeout_s: Annotated[Seconds, Field(description="Connect and read timeout of one request.")] = (
+        20.0
+    )
+    start_deadline_s: Annotated[
+        Seconds, Field(description="How long a server may stay silent at start (exit 3).")
+    ] = 60.0
 
 
 class ModelConfig(Section):
     """The base model."""
 
-    name: Annotated[str, Field(description="Hub name or folder of a transformers causal language model.")]
+    name: Annotated[
+        str, Field(description="Hub name or folder of a transformers causal language model.")
+    ]
     revision: Annotated[str | None, Field(description="Hub revision.")] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], Field(description="Dtype of the base model, in trainer and engines.")
+        Literal["float32", "bfloat16", "float16"],
+        Field(description="Dtype of the base model, in trainer and engines."),
     ] = "float32"
-    trust_remote_code: Annotated[bool, Field(description="Run code that comes with the model.")] = False
-    attn_implementation: Annotated[str | None, Field(description="transformers' attn_implementation.")] = None
-    max_context: Annotated[Positive | None, Field(description="Longest prompt plus completion; none: the model's.")] = None
+    trust_remote_code: Annotated[bool, Field(description="Run code that comes with the model.")] = (
+        False
+    )
+    attn_implementation: Annotated[
+        str | None, Field(description="transformers' attn_implementation.")
+    ] = None
+    max_context: Annotated[
+        Positive | None, Field(description="Longest prompt plus completion; none: the model's.")
+    ] = None
 
 
 class LoraConfig(Section):
     """The adapter that is trained (peft)."""
 
     rank: Annotated[Positive, Field(description="Rank.")] = 16
-    alpha: Annotated[float, Field(gt=0, description="Scale: alpha / rank (alpha / sqrt(rank) with rslora).")] = 32.0
+    alpha: Annotated[
+        float, Field(gt=0, description="Scale: alpha / rank (alpha / sqrt(rank) with rslora).")
+    ] = 32.0
     target_modules: Annotated[
-        list[str] | Literal["all-linear"], Field(description="Module names that get an adapter, or all-linear.")
+        list[str] | Literal["all-linear"],
+        Field(description="Module names that get an adapter, or all-linear."),
     ] = "all-linear"
     use_rslora: Annotated[bool, Field(description="Rank-stabilised scale.")] = False
-    dropout: Annotated[float, Field(ge=0, le=0, description="Must be 0: dropout makes the ratio differ from 1 at lag 0.")] = 0.0
+    dropout: Annotated[
+        float,
+        Field(ge=0, le=0, description="Must be 0: dropout makes the ratio differ from 1 at lag 0."),
+    ] = 0.0
 
 
 class DataConfig(Section):
     """Prompts: a data set of ``datasets``, or a procedural task of reasoning-gym."""
 
-    path: Annotated[str | None, Field(description="Hub name, or a .jsonl, .json, .parquet or .csv file.")] = None
+    path: Annotated[
+        str | None, Field(description="Hub name, or a .jsonl, .json, .parquet or .csv file.")
+    ] = None
     name: Annotated[str | None, Field(description="Configuration name of a hub data set.")] = None
     split: Annotated[str, Field(description="Split of the data set.")] = "train"
     revision: Annotated[str | None, Field(description="Hub revision of the data set.")] = None
-    reasoning_gym: Annotated[str | None, Field(description="Name of a reasoning-gym data set, instead of path.")] = None
-    reasoning_gym_options: Annotated[dict[str, Any], Field(description="Options of that data set (size, seed, …).")] = {}
-    prompt_column: Annotated[str, Field(description="Column with the prompt: text, or chat messages.")] = "prompt"
-    system_prompt: Annotated[str | None, Field(description="System message put before chat messages.")] = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(description="Passed to the chat template.")] = {}
+    reasoning_gym: Annotated[
+        str | None, Field(description="Name of a reasoning-gym data set, instead of path.")
+    ] = None
+    reasoning_gym_options: Annotated[
+        dict[str, Any], Field(description="Options of that data set (size, seed, …).")
+    ] = {}
+    prompt_column: Annotated[
+        str, Field(description="Column with the prompt: text, or chat messages.")
+    ] = "prompt"
+    system_prompt: Annotated[
+        str | None, Field(description="System message put before chat messages.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(description="Passed to the chat template.")
+    ] = {}
     shuffle: Annotated[bool, Field(description="Shuffle every pass with run.seed.")] = True
-    max_prompt_tokens: Annotated[Positive | None, Field(description="Longest prompt; none: what the context leaves.")] = None
-    overlong: Annotated[Literal["error", "drop"], Field(description="What to do with longer prompts.")] = "error"
+    max_prompt_tokens: Annotated[
+        Positive | None, Field(description="Longest prompt; none: what the context leaves.")
+    ] = None
+    overlong: Annotated[
+        Literal["error", "drop"], Field(description="What to do with longer prompts.")
+    ] = "error"
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -119,7 +190,10 @@ class RewardConfig(Section):
     """A reward function with TRL's signature."""
 
     function: Annotated[
-        str, Field(description="package.module:function, file.py:function, or reasoning_gym for the task's own scorer.")
+        str,
+        Field(
+            description="package.module:function, file.py:function, or reasoning_gym for the task's own scorer."
+        ),
     ]
     weight: Annotated[float, Field(allow_inf_nan=False, description="Weight in the sum.")] = 1.0
 
@@ -127,11 +201,24 @@ class RewardConfig(Section):
 class SamplingConfig(Section):
     """How groups are sampled."""
 
-    group_size: Annotated[int, Field(ge=2, le=4096, description="Completions of a prompt; at least 2, or no advantage exists.")] = 8
+    group_size: Annotated[
+        int,
+        Field(
+            ge=2,
+            le=4096,
+            description="Completions of a prompt; at least 2, or no advantage exists.",
+        ),
+    ] = 8
     max_new_tokens: Annotated[Positive, Field(description="Tokens of a completion at most.")] = 512
-    temperature: Annotated[float, Field(gt=0, le=10, description="Sampling temperature; the loss uses the same.")] = 1.0
-    stop: Annotated[list[str], Field(max_length=64, description="Strings that end a completion; kept in it.")] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=256, description="Token ids that end a completion.")] = []
+    temperature: Annotated[
+        float, Field(gt=0, le=10, description="Sampling temperature; the loss uses the same.")
+    ] = 1.0
+    stop: Annotated[
+        list[str], Field(max_length=64, description="Strings that end a completion; kept in it.")
+    ] = []
+    stop_token_ids: Annotated[
+        list[int], Field(max_length=256, description="Token ids that end a completion.")
+    ] = []
 
 
 class TrainConfig(Section):
@@ -139,48 +226,108 @@ class TrainConfig(Section):
 
     max_steps: Annotated[Positive, Field(description="Policy versions to train.")] = 100
     groups_per_step: Annotated[Positive, Field(description="Groups of one optimizer step.")] = 8
-    max_staleness: Annotated[int, Field(ge=0, description="Oldest lag, in versions, that is still trained.")] = 2
-    max_attempts: Annotated[Positive, Field(description="Tries of a prompt whose groups come too late or die.")] = 3
-    refill_flat: Annotated[bool, Field(description="Ask for other groups in place of those without reward variance.")] = False
-    reissue_after_s: Annotated[Seconds, Field(description="Publish an outstanding task again after this long without a sign.")] = 600.0
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")] = 1e-5
-    lr_schedule: Annotated[Literal["constant", "linear", "cosine"], Field(description="After the warm-up.")] = "constant"
+    max_staleness: Annotated[
+        int, Field(ge=0, description="Oldest lag, in versions, that is still trained.")
+    ] = 2
+    max_attempts: Annotated[
+        Positive, Field(description="Tries of a prompt whose groups come too late or die.")
+    ] = 3
+    refill_flat: Annotated[
+        bool, Field(description="Ask for other groups in place of those without reward variance.")
+    ] = False
+    reissue_after_s: Annotated[
+        Seconds,
+        Field(description="Publish an outstanding task again after this long without a sign."),
+    ] = 600.0
+    learning_rate: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
+    ] = 1e-5
+    lr_schedule: Annotated[
+        Literal["constant", "linear", "cosine"], Field(description="After the warm-up.")
+    ] = "constant"
     warmup_steps: Annotated[int, Field(ge=0, description="Steps of linear warm-up.")] = 0
     betas: Annotated[tuple[float, float], Field(description="AdamW's betas.")] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0, description="AdamW's epsilon.")] = 1e-8
     weight_decay: Annotated[NonNegative, Field(description="AdamW's decoupled weight decay.")] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0, description="Gradients are clipped to this norm.")] = 1.0
-    clip_low: Annotated[float, Field(gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")] = 0.2
-    clip_high: Annotated[float, Field(gt=0, description="Ratio is clipped above 1 + clip_high (DAPO's clip-higher).")] = 0.28
-    advantage_scale: Annotated[Literal["group_std", "none"], Field(description="Divide advantages by the group's std.")] = "group_std"
+    max_grad_norm: Annotated[
+        float, Field(gt=0, description="Gradients are clipped to this norm.")
+    ] = 1.0
+    clip_low: Annotated[
+        float, Field(gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")
+    ] = 0.2
+    clip_high: Annotated[
+        float, Field(gt=0, description="Ratio is clipped above 1 + clip_high (DAPO's clip-higher).")
+    ] = 0.28
+    advantage_scale: Annotated[
+        Literal["group_std", "none"], Field(description="Divide advantages by the group's std.")
+    ] = "group_std"
     token_budget: Annotated[Positive, Field(description="Tokens of one forward pass.")] = 4096
     gradient_checkpointing: Annotated[bool, Field(description="Trade compute for memory.")] = False
     device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N.")] = "auto"
-    threads: Annotated[Positive | None, Field(description="CPU threads of the learner; none: torch's choice.")] = None
-    keep_every: Annotated[Positive | None, Field(description="Keep every n-th version for good; none: only the newest.")] = None
-    durable_every: Annotated[Positive, Field(description="Versions between trainer states in the bucket.")] = 1
+    threads: Annotated[
+        Positive | None, Field(description="CPU threads of the learner; none: torch's choice.")
+    ] = None
+    keep_every: Annotated[
+        Positive | None,
+        Field(description="Keep every n-th version for good; none: only the newest."),
+    ] = None
+    durable_every: Annotated[
+        Positive, Field(description="Versions between trainer states in the bucket.")
+    ] = 1
 
 
 class WorkerConfig(Section):
     """A generator worker."""
 
-    engine: Annotated[Literal["auto", "vllm", "transformers"], Field(description="auto: vllm where it imports.")] = "auto"
-    max_inflight: Annotated[Positive, Field(description="Sequences in flight at most; a group over it still runs alone.")] = 64
-    poll_s: Annotated[Seconds, Field(description="Seconds between looks at latest.json, jittered.")] = 1.0
-    device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N (transformers engine).")] = "auto"
-    threads: Annotated[Positive | None, Field(description="CPU threads of the engine; none: the library's choice.")] = None
-    cache_dir: Annotated[Path | None, Field(description="Folder for downloaded versions; none: a temporary one.")] = None
-    drain_s: Annotated[NonNegative, Field(description="Seconds that running groups get to finish when told to stop.")] = 20.0
-    reward_timeout_s: Annotated[Seconds, Field(description="Longest that rewards of a group may take; then None.")] = 300.0
-    report_s: Annotated[Seconds, Field(description="Seconds between reports on the telemetry exchange.")] = 2.0
-    vllm: Annotated[dict[str, Any], Field(description="Further vLLM engine arguments (tensor_parallel_size, …).")] = {}
+    engine: Annotated[
+        Literal["auto", "vllm", "transformers"], Field(description="auto: vllm where it imports.")
+    ] = "auto"
+    max_inflight: Annotated[
+        Positive,
+        Field(description="Sequences in flight at most; a group over it still runs alone."),
+    ] = 64
+    poll_s: Annotated[
+        Seconds, Field(description="Seconds between looks at latest.json, jittered.")
+    ] = 1.0
+    device: Annotated[
+        str, Field(description="auto, cpu, cuda or cuda:N (transformers engine).")
+    ] = "auto"
+    threads: Annotated[
+        Positive | None, Field(description="CPU threads of the engine; none: the library's choice.")
+    ] = None
+    cache_dir: Annotated[
+        Path | None, Field(description="Folder for downloaded versions; none: a temporary one.")
+    ] = None
+    drain_s: Annotated[
+        NonNegative,
+        Field(description="Seconds that running groups get to finish when told to stop."),
+    ] = 20.0
+    reward_timeout_s: Annotated[
+        Seconds, Field(description="Longest that rewards of a group may take; then None.")
+    ] = 300.0
+    engine_stall_s: Annotated[
+        Seconds,
+        Field(description="An engine with work and no token for this long ends its worker."),
+    ] = 300.0
+    report_s: Annotated[
+        Seconds, Field(description="Seconds between reports on the telemetry exchange.")
+    ] = 2.0
+    vllm: Annotated[
+        dict[str, Any],
+        Field(description="Further vLLM engine arguments (tensor_parallel_size, …)."),
+    ] = {}
 
 
 class LogConfig(Section):
     """What is said."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="Least level that is shown.")] = "info"
-    stall_warn_s: Annotated[Seconds, Field(description="Say what is waited for after this long.")] = 30.0
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Field(description="Least level that is shown."),
+    ] = "info"
+    stall_warn_s: Annotated[
+        Seconds, Field(description="Say what is waited for after this long.")
+    ] = 30.0
 
 
 class WorkerView(Section):
@@ -190,7 +337,9 @@ class WorkerView(Section):
     broker: BrokerConfig
     bucket: BucketConfig
     model: ModelConfig | None = None
-    rewards: Annotated[list[RewardConfig], Field(description="Overrides run.json where files lie elsewhere.")] = []
+    rewards: Annotated[
+        list[RewardConfig], Field(description="Overrides run.json where files lie elsewhere.")
+    ] = []
     worker: WorkerConfig = WorkerConfig()
     log: LogConfig = LogConfig()
 

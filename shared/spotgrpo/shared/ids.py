@@ -17,7 +17,11 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 def check_run_id(run: str) -> str:
     """Return ``run`` if it can be part of a queue name and a bucket key, else raise ConfigError."""
     if not RUN_ID.fullmatch(run):
-        raise ConfigError("run.id", run, "use 1 to 64 letters, digits, '-' or '_', starting with a letter or digit")
+        raise ConfigError(
+            "run.id",
+            run,
+            "use 1 to 64 letters, digits, '-' or '_', starting with a letter or digit",
+        )
     return run
 
 

@@ -43,7 +43,9 @@ class Document(BaseModel):
     def from_bytes(cls, body: bytes) -> Self:
         """The validated document, or WireError."""
         if len(body) > MAX_JSON_BYTES:
-            raise WireError(f"{cls.__name__} of {len(body)} bytes is over the limit of {MAX_JSON_BYTES}")
+            raise WireError(
+                f"{cls.__name__} of {len(body)} bytes is over the limit of {MAX_JSON_BYTES}"
+            )
         try:
             return cls.model_validate_json(body)
         except ValidationError as exc:
@@ -88,7 +90,13 @@ class Manifest(Document):
     probe: Probe | None = None
     created_at: float = 0.0
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        populate_by_name=True,
+        serialize_by_alias=True,
+    )
 
     @property
     def policy(self) -> PolicyVersion:
@@ -141,7 +149,13 @@ class Latest(Document):
     step_s: float = 0.0
     finished: bool = False
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        populate_by_name=True,
+        serialize_by_alias=True,
+    )
 
 
 class ModelIdentity(Document):
@@ -205,6 +219,10 @@ class RunDocument(Document):
     wire_schemas: tuple[int, int]
     created_at: float
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True)
-
-
+    model_config = ConfigDict(
+        frozen=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        populate_by_name=True,
+        serialize_by_alias=True,
+    )

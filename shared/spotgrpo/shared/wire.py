@@ -173,7 +173,12 @@ def pack_body(kind: str, payload: Mapping[str, Any], schema: int = SCHEMA) -> by
     return cast(
         bytes,
         msgpack.packb(
-            {"schema": schema, "kind": kind, "sha256": _digest(schema, kind, packed), "payload": packed},
+            {
+                "schema": schema,
+                "kind": kind,
+                "sha256": _digest(schema, kind, packed),
+                "payload": packed,
+            },
             use_bin_type=True,
         ),
     )
@@ -190,7 +195,9 @@ def unpack_body(body: bytes, kind: str, max_bytes: int = MAX_OBJECT_BYTES) -> Fi
     outer = Fields(_unpack(body, containers=1), "body")
     schema = outer.integer("schema", low=0)
     if not OLDEST_READABLE <= schema <= SCHEMA:
-        raise WireError(f"schema {schema} is outside {OLDEST_READABLE} to {SCHEMA}: update the older side")
+        raise WireError(
+            f"schema {schema} is outside {OLDEST_READABLE} to {SCHEMA}: update the older side"
+        )
     found = outer.text("kind", longest=32)
     if found != kind:
         raise WireError(f"body is a {found!r}, not a {kind!r}")
@@ -245,7 +252,9 @@ def _unpack(body: bytes, containers: int) -> Any:
     except WireError:
         raise
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as exc:
-        raise WireError(f"not a readable msgpack body: {type(exc).__name__}: {str(exc)[:120]}") from exc
+        raise WireError(
+            f"not a readable msgpack body: {type(exc).__name__}: {str(exc)[:120]}"
+        ) from exc
 
 
 class Fields:
@@ -290,13 +299,17 @@ class Fields:
     def text(self, name: str, longest: int = 4096) -> str:
         value: str = self._get(name, str)
         if len(value) > longest:
-            raise WireError(f"{self._where}.{name} has {len(value)} characters, more than {longest}")
+            raise WireError(
+                f"{self._where}.{name} has {len(value)} characters, more than {longest}"
+            )
         return value
 
     def choice(self, name: str, *allowed: str) -> str:
         value = self.text(name)
         if value not in allowed:
-            raise WireError(f"{self._where}.{name} = {value[:40]!r} is none of {', '.join(allowed)}")
+            raise WireError(
+                f"{self._where}.{name} = {value[:40]!r} is none of {', '.join(allowed)}"
+            )
         return value
 
     def raw(self, name: str) -> bytes:
@@ -314,7 +327,9 @@ class Fields:
     def list_of(self, name: str, kind: type, longest: int) -> list[Any]:
         values: list[Any] = self._get(name, list)
         if len(values) > longest or any(type(value) is not kind for value in values):
-            raise WireError(f"{self._where}.{name} is not a list of at most {longest} {kind.__name__}")
+            raise WireError(
+                f"{self._where}.{name} is not a list of at most {longest} {kind.__name__}"
+            )
         return values
 
     def json(self, name: str) -> Json:
@@ -328,8 +343,14 @@ class Fields:
         found = packed.text("dtype", longest=8)
         data = packed.raw("data")
         wanted = np.dtype(dtype).newbyteorder("<")
-        if found != wanted.str or len(data) % wanted.itemsize or len(data) // wanted.itemsize > longest:
-            raise WireError(f"{self._where}.{name} is not a {wanted.str} array of at most {longest}")
+        if (
+            found != wanted.str
+            or len(data) % wanted.itemsize
+            or len(data) // wanted.itemsize > longest
+        ):
+            raise WireError(
+                f"{self._where}.{name} is not a {wanted.str} array of at most {longest}"
+            )
         return np.frombuffer(data, dtype=wanted).astype(np.dtype(dtype), copy=False)
 
 
@@ -461,8 +482,12 @@ def _read_rollout(fields: Fields) -> Rollout:
     logprobs = fields.array("logprobs", "float32")
     mask = fields.array("loss_mask", "uint8")
     versions = tuple(_read_version_run(run) for run in fields.each("versions", longest=4096))
-    if not len(token_ids) or not len(token_ids) == len(logprobs) == len(mask) == sum(run.tokens for run in versions):
-        raise WireError("token_ids, logprobs, loss_mask and versions of a rollout differ in length, or are empty")
+    if not len(token_ids) or not len(token_ids) == len(logprobs) == len(mask) == sum(
+        run.tokens for run in versions
+    ):
+        raise WireError(
+            "token_ids, logprobs, loss_mask and versions of a rollout differ in length, or are empty"
+        )
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
         raise WireError("logprobs of a rollout are not finite numbers up to 0")
     if int(mask.max()) > 1:
@@ -535,7 +560,13 @@ def encode_group_ref(ref: GroupRef) -> bytes:
     """``ref`` as a message body."""
     return pack_body(
         "group_ref",
-        {"run": ref.run, "task": str(ref.task_id), "key": ref.key, "sha256": ref.sha256, "size": ref.size},
+        {
+            "run": ref.run,
+            "task": str(ref.task_id),
+            "key": ref.key,
+            "sha256": ref.sha256,
+            "size": ref.size,
+        },
     )
 
 
@@ -566,7 +597,12 @@ class Report:
 
 def encode_report(report: Report) -> bytes:
     """``report`` as a message body."""
-    payload = {"source": report.source, "role": report.role, "at": report.at, "values": dict(report.values)}
+    payload = {
+        "source": report.source,
+        "role": report.role,
+        "at": report.at,
+        "values": dict(report.values),
+    }
     return pack_body("report", payload)
 
 

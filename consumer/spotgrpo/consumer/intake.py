@@ -1,0 +1,281 @@
+"""From deliveries to a step's batch: decode, check, dedupe, drop what is stale, in the order of age.
+
+consumes:     the rollouts queue and the dead-letter queue
+waits for:    ``groups_per_step`` usable groups
+unblocked by: a delivery, or a commit that settles what fills the window
+produces:     a batch of held groups; everything else it settles as flat, stale or dead
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spotgrpo.consumer.advantages import group_advantages
+from spotgrpo.consumer.pacing import Pacing
+from spotgrpo.consumer.settlement import Settlement
+from spotgrpo.consumer.staleness import Lag, lag_of, oldest_version
+from spotgrpo.shared.config import TrainConfig
+from spotgrpo.shared.errors import IntegrityError, NotStored, WireError
+from spotgrpo.shared.ids import Keys, TaskId
+from spotgrpo.shared.manifest import sha256_hex
+from spotgrpo.shared.ports import Consumer, Delivery, Handle, ObjectStore
+from spotgrpo.shared.retry import retry
+from spotgrpo.shared.wire import Group, GroupRef, Sampling, decode_group, decode_group_ref
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""Longest wait for a delivery before the learner looks at everything else."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What acks a delivery: the consumer it came from, and its handle there; and the group's object, if it has one."""
+
+    consumer: Consumer
+    handle: Handle
+    object_key: str | None = None
+
+
+@dataclass(frozen=True)
+class HeldGroup:
+    """A group that can be trained: its oldest version, and where the learner was when it came."""
+
+    task: TaskId
+    group: Group
+    oldest: int
+    arrived_at: int
+    has_signal: bool
+
+    def lag(self, version: int) -> Lag:
+        return lag_of(self.oldest, self.arrived_at, version)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a group must look like to belong to this run."""
+
+    run: str
+    group_size: int
+    sampling: Sampling
+    vocabulary: int
+    max_context: int
+
+    def check(self, group: Group) -> None:
+        """Raise WireError for a group that would be trained wrongly or crash the trainer."""
+        if group.run != self.run:
+            raise WireError(f"group of run {group.run!r} in a queue of run {self.run!r}")
+        if len(group.rollouts) != self.group_size:
+            raise WireError(f"group of {len(group.rollouts)} rollouts, not {self.group_size}")
+        if group.sampling.temperature != self.sampling.temperature:
+            raise WireError(
+                f"sampled at temperature {group.sampling.temperature}, not {self.sampling.temperature}"
+            )
+        if not len(group.prompt_ids):
+            raise WireError("group without a prompt")
+        for ids in (group.prompt_ids, *(rollout.token_ids for rollout in group.rollouts)):
+            if int(ids.max()) >= self.vocabulary:
+                raise WireError(
+                    f"token id {int(ids.max())} is outside the vocabulary of {self.vocabulary}"
+                )
+        longest = max(len(rollout.token_ids) for rollout in group.rollouts)
+        if len(group.prompt_ids) + longest > self.max_context:
+            raise WireError(
+                f"{len(group.prompt_ids)} + {longest} tokens are over the context of {self.max_context}"
+            )
+
+
+@dataclass
+class Seen:
+    """What came in since the run was taken over; for metrics."""
+
+    tokens: int = 0
+    groups: int = 0
+    malformed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Stale groups by worker."""
+
+
+class Intake:
+    """The learner's side of the rollouts queue. Used by the main thread alone."""
+
+    def __init__(
+        self,
+        rollouts: Consumer,
+        dead: Consumer,
+        store: ObjectStore,
+        keys: Keys,
+        settlement: Settlement[Receipt],
+        expected: Expected,
+        train: TrainConfig,
+        pacing: Pacing,
+    ) -> None:
+        self._rollouts, self._dead = rollouts, dead
+        self._store, self._keys = store, keys
+        self._settlement, self._expected = settlement, expected
+        self._train, self._pacing = train, pacing
+        self._held: dict[TaskId, HeldGroup] = {}
+        self.seen = Seen()
+
+    def next_batch(
+        self, version: int, on_wait: Callable[[bool], None], done: Callable[[], bool]
+    ) -> list[HeldGroup]:
+        """The next step's groups, oldest first; fewer only where no more can come; empty once ``done``.
+
+        Args:
+            version: number of the version whose weights the gradient will be taken at.
+            on_wait: called again and again while there is no batch, with True where settled tasks or free issue
+                budget wait for a commit of their own (rule 5).
+            done: asked whether to give up waiting.
+        """
+        while not done():
+            self._receive(version)
+            self._drop_stale(version)
+            usable = sorted(self._held.values(), key=lambda held: (held.oldest, held.task))
+            if len(usable) >= self._pacing.groups_per_step or (
+                usable and self._nothing_more_comes(len(usable), version)
+            ):
+                batch = usable[: self._pacing.groups_per_step]
+                for held in batch:
+                    del self._held[held.task]
+                return batch
+            on_wait(self._settlement.has_settleable or self._can_issue(version))
+        return []
+
+    def _nothing_more_comes(self, usable: int, version: int) -> bool:
+        if self._settlement.receipts >= self._pacing.window:
+            return True  # a full prefetch window must never stand still
+        if (
+            self._settlement.in_flight
+            or self._settlement.has_settleable
+            or self._can_issue(version)
+        ):
+            return False
+        return self._settlement.unsettled == usable
+
+    def _can_issue(self, version: int) -> bool:
+        return self._pacing.budget(version, self._settlement.unsettled) > 0
+
+    def _receive(self, version: int) -> None:
+        """Take in what is there; wait a moment if nothing is."""
+        self._receive_dead()
+        delivery = self._rollouts.take(POLL_S)
+        while delivery is not None:
+            self._accept(delivery, version)
+            delivery = self._rollouts.take(0) if len(self._held) < self._pacing.window else None
+
+    def _accept(self, delivery: Delivery, version: int) -> None:
+        try:
+            task = TaskId.parse(str(delivery.message.headers.get("task", "")))
+            group, object_key = self._decode(delivery, task)
+        except WireError as exc:
+            log.error(
+                "a group from worker %s is dead-lettered: %s",
+                delivery.message.headers.get("worker"),
+                exc,
+            )
+            self.seen.malformed += 1
+            self._rollouts.reject(delivery.handle, requeue=False)
+            return
+        receipt = Receipt(self._rollouts, delivery.handle, object_key)
+        verdict = self._settlement.receive(task, receipt)
+        if verdict == "duplicate":
+            self._rollouts.ack([delivery.handle])
+        elif verdict == "held" and group is not None:
+            self._hold(task, group, version)
+
+    def _decode(self, delivery: Delivery, task: TaskId) -> tuple[Group | None, str | None]:
+        """The checked group and its object's key; no group for one that is settled already: its object may be gone."""
+        body, key = delivery.message.body, None
+        if delivery.message.headers.get("kind") == "group_ref":
+            ref = decode_group_ref(body)
+            key = ref.key
+            if task not in self._settlement.committed.outstanding:
+                return None, key
+            body = self._fetch(ref)
+        group = decode_group(body)
+        if group.task_id != task:
+            raise WireError(f"header says task {task}, body says {group.task_id}")
+        self._expected.check(group)
+        return group, key
+
+    def _fetch(self, ref: GroupRef) -> bytes:
+        if ref.key != self._keys.group(ref.task_id, ref.sha256):
+            raise WireError(f"reference to {ref.key!r}, which is no group of this run")
+        try:
+            found = retry(f"reading {ref.key}", lambda: self._store.get(ref.key)).body
+        except NotStored as exc:
+            raise WireError(f"{ref.key} is not in the bucket") from exc
+        if len(found) != ref.size or sha256_hex(found) != ref.sha256:
+            raise WireError(f"{ref.key} does not have the size and sha256 of its reference")
+        return found
+
+    def _hold(self, task: TaskId, group: Group, version: int) -> None:
+        self.seen.groups += 1
+        self.seen.tokens += group.tokens
+        advantages = group_advantages(
+            [rollout.reward for rollout in group.rollouts], self._train.advantage_scale
+        )
+        held = HeldGroup(
+            task,
+            group,
+            oldest_version(group, self._settlement.committed.takeovers),
+            version,
+            advantages.has_signal,
+        )
+        if self._train.refill_flat and not held.has_signal:
+            self._settlement.settle("flat", [task])
+        else:
+            self._held[task] = held
+
+    def _drop_stale(self, version: int) -> None:
+        for held in list(self._held.values()):
+            lag = held.lag(version)
+            if lag.total > self._pacing.max_staleness:
+                log.info(
+                    "task %s is stale: lag %d in flight, %d in queue",
+                    held.task,
+                    lag.in_flight,
+                    lag.in_queue,
+                )
+                self._settlement.settle("stale", [held.task])
+                self.seen.dropped[held.group.worker] += 1
+                del self._held[held.task]
+
+    def _receive_dead(self) -> None:
+        """Dead letters pass the same test as groups; their bodies are kept for people."""
+        while (delivery := self._dead.take(0)) is not None:
+            headers = delivery.message.headers
+            try:
+                task = TaskId.parse(str(headers.get("task", "")))
+            except WireError:
+                log.error(
+                    "a dead letter without a task id is dropped: %d bytes",
+                    len(delivery.message.body),
+                )
+                self._keep_dead(
+                    f"{self._keys.run}/dead/unknown.{_short(delivery.message.body)}", delivery
+                )
+                self._dead.ack([delivery.handle])
+                continue
+            verdict = self._settlement.receive(task, Receipt(self._dead, delivery.handle))
+            if verdict == "duplicate":
+                self._dead.ack([delivery.handle])
+            elif verdict == "held":
+                log.error("task %s is dead after too many deliveries or an unreadable answer", task)
+                self._keep_dead(self._keys.dead(task), delivery)
+                self._settlement.settle("dead", [task])
+
+    def _keep_dead(self, key: str, delivery: Delivery) -> None:
+        try:
+            retry(f"storing {key}", lambda: self._store.create(key, delivery.message.body))
+        except IntegrityError:
+            log.info("%s holds another body already; the first is kept", key)
+
+
+def _short(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()[:16]

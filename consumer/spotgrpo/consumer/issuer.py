@@ -1,0 +1,134 @@
+"""Tasks from prompts: what a task id stands for, when it is published, and when again.
+
+A task is a pure function of the run's prompt order, its id and the version at issue, so that a takeover or a
+reissue publishes the same task. Nothing here decides whether a task may be published: ids come from a committed
+ledger (rule 4).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spotgrpo.consumer.prompts import PromptSource
+from spotgrpo.shared.config import Config
+from spotgrpo.shared.ids import Queues, TaskId
+from spotgrpo.shared.ports import Message, Publisher
+from spotgrpo.shared.wire import SCHEMA, Sampling, Task, encode_task
+
+log = logging.getLogger(__name__)
+
+LONGEST_BACKOFF = 16
+"""A task is published again after reissue_after_s, then twice as long, … up to this many times as long."""
+
+
+def rollout_seeds(seed: int, task: TaskId, group_size: int) -> tuple[int, ...]:
+    """One seed (31 bits) for each rollout: same run seed and task, same seeds; every attempt has its own."""
+    sequence = np.random.SeedSequence(entropy=(seed, task.index, task.attempt))
+    return tuple(int(word) >> 1 for word in sequence.generate_state(group_size, np.uint32))
+
+
+@dataclass
+class _Timer:
+    due: float
+    wait: float
+
+
+class Issuer:
+    """Publishes tasks; safe to call from the committer's thread and the main one."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        publisher: Publisher,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prompts, self._publisher, self._config, self._clock = (
+            prompts,
+            publisher,
+            config,
+            clock,
+        )
+        self._queue = Queues(config.run.id).tasks
+        self._timers: dict[TaskId, _Timer] = {}
+        self._lock = threading.Lock()
+
+    def task(self, task_id: TaskId, issued_at: int) -> Task:
+        """The task that ``task_id``, issued at version number ``issued_at``, stands for."""
+        sampling, train = self._config.sampling, self._config.train
+        row = self._prompts[task_id.index]
+        return Task(
+            run=self._config.run.id,
+            task_id=task_id,
+            prompt_ids=row.prompt_ids,
+            prompt=row.prompt,
+            row=row.row,
+            sampling=self.sampling,
+            seeds=rollout_seeds(self._config.run.seed, task_id, sampling.group_size),
+            min_version=max(0, issued_at - train.max_staleness),
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        """The run's sampling parameters as tasks carry them."""
+        sampling = self._config.sampling
+        return Sampling(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            stop=tuple(sampling.stop),
+            stop_token_ids=tuple(sampling.stop_token_ids),
+        )
+
+    def publish(self, tasks: Iterable[tuple[TaskId, int]]) -> None:
+        """Publish tasks (id, version at issue) that a committed ledger holds."""
+        for task_id, issued_at in tasks:
+            with self._lock:
+                body = encode_task(self.task(task_id, issued_at))
+                wait = self._config.train.reissue_after_s
+                self._timers[task_id] = _Timer(self._clock() + wait, wait)
+            self._publisher.publish(self._queue, self._message(task_id, body))
+
+    def _message(self, task_id: TaskId, body: bytes) -> Message:
+        headers: dict[str, str | int] = {
+            "run": self._config.run.id,
+            "task": str(task_id),
+            "schema": SCHEMA,
+            "kind": "task",
+        }
+        return Message(body, message_id=str(task_id), headers=headers)
+
+    def expect(self, tasks: Iterable[TaskId]) -> None:
+        """Start the reissue timers of outstanding tasks that an earlier learner published."""
+        with self._lock:
+            wait = self._config.train.reissue_after_s
+            for task_id in tasks:
+                self._timers.setdefault(task_id, _Timer(self._clock() + wait, wait))
+
+    def forget(self, tasks: Iterable[TaskId]) -> None:
+        """Drop the timers of settled tasks."""
+        with self._lock:
+            for task_id in tasks:
+                self._timers.pop(task_id, None)
+
+    def reissue(self, missing: Iterable[tuple[TaskId, int]]) -> list[TaskId]:
+        """Publish again, under the same ids, the tasks of ``missing`` that gave no sign for too long."""
+        now, due = self._clock(), []
+        with self._lock:
+            for task_id, issued_at in missing:
+                timer = self._timers.get(task_id)
+                if timer is not None and now >= timer.due:
+                    due.append((task_id, issued_at, timer.wait))
+        longest = LONGEST_BACKOFF * self._config.train.reissue_after_s
+        for task_id, issued_at, waited in due:
+            log.warning("task %s gave no sign for %.0f s: publishing it again", task_id, waited)
+            self.publish([(task_id, issued_at)])
+            wait = min(2 * waited, longest)
+            with self._lock:
+                self._timers[task_id] = _Timer(now + wait, wait)
+        return [task_id for task_id, _, _ in due]

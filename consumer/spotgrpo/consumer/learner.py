@@ -1,0 +1,170 @@
+"""A learner from the leader queue to the summary: stand by, take over, loop, finish."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spotgrpo.consumer.commit import BucketWriter, Committer
+from spotgrpo.consumer.intake import Expected, Intake, Receipt
+from spotgrpo.consumer.issuer import Issuer
+from spotgrpo.consumer.loop import AfterCommit, Pacing, TrainerPort, TrainingLoop
+from spotgrpo.consumer.retention import Retention
+from spotgrpo.consumer.settlement import Settlement
+from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
+from spotgrpo.shared.ids import Keys, Queues
+from spotgrpo.shared.latest import LatestPointer
+
+if TYPE_CHECKING:
+    from spotgrpo.consumer.progress import Progress
+    from spotgrpo.consumer.prompts import PromptSource
+    from spotgrpo.shared.config import Config
+    from spotgrpo.shared.manifest import RunDocument
+    from spotgrpo.shared.ports import Broker, LeaderConsumer, ObjectStore
+
+log = logging.getLogger(__name__)
+
+STANDBY_WAIT_S = 1.0
+DEAD_PREFETCH = 16
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a learner is connected to."""
+
+    config: Config
+    store: ObjectStore
+    broker: Broker
+    trainer: TrainerPort
+    prompts: PromptSource
+    document: RunDocument
+    stopping: threading.Event
+
+
+class Learner:
+    """One learner process of one run: the active one, or a hot standby until it can take over."""
+
+    def __init__(self, wiring: Wiring, progress: Progress) -> None:
+        self._w, self._progress = wiring, progress
+        self._keys, self._queues = Keys(wiring.config.run.id), Queues(wiring.config.run.id)
+        self._id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._pointer = LatestPointer(wiring.store, self._keys, self._id)
+        self._pacing = Pacing.of(wiring.config.train)
+
+    def run(self) -> dict[str, object]:
+        """Train until ``max_steps`` or told to stop; returns the summary.
+
+        The order is rule 7: hold the leader queue, read ``latest.json``, compare-and-swap epoch + 1, restore,
+        publish, consume.
+        """
+        self._w.broker.declare()
+        write_run_document(self._w.store, self._keys, self._w.document)
+        with contextlib.ExitStack() as stack:
+            rollouts = self._w.broker.leader_consumer(self._pacing.window)
+            stack.callback(rollouts.close)
+            if not self._lead(rollouts):
+                return self._progress.summary("stopped on standby")
+            taken = self._take_over()
+            loop = self._assemble(stack, taken, rollouts)
+            self._progress.began(taken.ledger.version, resumed=taken.resumed)
+            loop.publish_outstanding(taken.ledger)
+            rollouts.start(authorize=self._pointer.check_mine)
+            loop.run()
+        return self._progress.summary("done" if loop.is_done else "stopped")
+
+    def _lead(self, rollouts: LeaderConsumer) -> bool:
+        said = False
+        while not self._w.stopping.is_set():
+            if rollouts.lead(STANDBY_WAIT_S):
+                return True
+            if not said:
+                log.info("another learner leads run %s: standing by", self._keys.run)
+                said = True
+        return False
+
+    def _take_over(self) -> TakenOver:
+        taken = take_over(
+            self._w.store,
+            self._keys,
+            self._pointer,
+            writer_id=self._id,
+            base_sha256=self._w.document.model.base_sha256,
+            start=self._start,
+            stopping=self._w.stopping,
+        )
+        if taken.resumed:
+            self._w.trainer.restore(taken.state)
+        return taken
+
+    def _start(self) -> Start:
+        trainer = self._w.trainer
+        issue = self._pacing.budget(version=0, outstanding=0)
+        return Start(
+            trainer.adapter_files(), trainer.modules, trainer.probe(), trainer.state(), issue
+        )
+
+    def _assemble(
+        self, stack: contextlib.ExitStack, taken: TakenOver, rollouts: LeaderConsumer
+    ) -> TrainingLoop:
+        """Everything that exists only while this learner is the active one."""
+        w = self._w
+        publisher = w.broker.publisher(window=2 * self._pacing.window)
+        stack.callback(publisher.close)
+        settlement: Settlement[Receipt] = Settlement(taken.ledger)
+        issuer = Issuer(w.prompts, publisher, w.config)
+        after = AfterCommit(
+            settlement,
+            issuer,
+            Retention(
+                w.store,
+                self._keys,
+                keep=w.config.train.max_staleness + 2,
+                every=w.config.train.keep_every,
+            ),
+            publisher,
+            self._queues,
+        )
+        committer = Committer(
+            BucketWriter(w.store, self._keys, w.stopping),
+            self._pointer,
+            taken.latest,
+            on_serving=after.serving,
+            on_durable=after.durable,
+            stopping=w.stopping,
+        )
+        stack.callback(committer.close)
+        dead = w.broker.consumer(self._queues.dead, prefetch=DEAD_PREFETCH)
+        stack.callback(dead.close)
+        expected = Expected(
+            run=self._keys.run,
+            group_size=w.config.sampling.group_size,
+            sampling=issuer.sampling,
+            vocabulary=w.trainer.vocabulary,
+            max_context=w.document.max_context,
+        )
+        intake = Intake(
+            rollouts, dead, w.store, self._keys, settlement, expected, w.config.train, self._pacing
+        )
+        return TrainingLoop(
+            trainer=w.trainer,
+            settlement=settlement,
+            intake=intake,
+            issuer=issuer,
+            committer=committer,
+            progress=self._progress,
+            pacing=self._pacing,
+            publisher=publisher,
+            depth=w.broker.depth,
+            stopping=w.stopping,
+            base_sha256=w.document.model.base_sha256,
+            queues=self._queues,
+            source=self._id,
+            epoch=taken.latest.epoch,
+            version=taken.ledger.version,
+        )

@@ -1,0 +1,233 @@
+"""The loop that is the run, and what a landed commit sets going.
+
+Each part owns its state: ``Settlement`` the books, ``Committer`` the bucket, ``Intake`` what came in, ``Issuer``
+what goes out, the trainer the weights. The loop owns the order in which they are asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from spotgrpo.consumer.commit import Commit, NewVersion
+from spotgrpo.consumer.pacing import Pacing
+from spotgrpo.shared.errors import SpotGRPOError
+from spotgrpo.shared.ids import PolicyVersion
+from spotgrpo.shared.ports import Message
+from spotgrpo.shared.wire import Report, encode_report
+
+if TYPE_CHECKING:
+    import threading
+
+    from spotgrpo.consumer.commit import Committer
+    from spotgrpo.consumer.intake import HeldGroup, Intake, Receipt
+    from spotgrpo.consumer.issuer import Issuer
+    from spotgrpo.consumer.ledger import Ledger
+    from spotgrpo.consumer.progress import Progress, StepStats
+    from spotgrpo.consumer.retention import Retention
+    from spotgrpo.consumer.settlement import Settlement
+    from spotgrpo.shared.ids import Queues
+    from spotgrpo.shared.manifest import Latest, Probe
+    from spotgrpo.shared.ports import Publisher, QueueDepth
+    from spotgrpo.shared.wire import Group
+
+__all__ = ["AfterCommit", "Pacing", "TrainerPort", "TrainingLoop"]
+
+LAST_COMMIT_S = 30.0
+"""How long a learner that was told to stop waits for the commit in flight."""
+
+
+class TrainerPort(Protocol):
+    """What the loop needs of a trainer; ``consumer.trainer.Trainer`` is the real one."""
+
+    @property
+    def modules(self) -> int:
+        """Modules that carry the adapter."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this."""
+
+    def step(self, groups: Sequence[Group]) -> StepStats:
+        """One optimizer step on groups that have a signal."""
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """The PEFT folder of the weights as they are."""
+
+    def probe(self) -> Probe:
+        """Tokens that tell these weights from the base."""
+
+    def state(self) -> bytes:
+        """All that an exact continuation needs."""
+
+    def restore(self, state: bytes) -> None:
+        """Continue from ``state``."""
+
+
+@dataclass(frozen=True)
+class AfterCommit:
+    """What may happen only once a commit has landed. Runs on the committer's thread."""
+
+    settlement: Settlement[Receipt]
+    issuer: Issuer
+    retention: Retention
+    publisher: Publisher
+    queues: Queues
+
+    def serving(self, version: PolicyVersion) -> None:
+        """Wake pollers early; polling alone is enough."""
+        self.publisher.broadcast(self.queues.versions, Message(str(version).encode()))
+
+    def durable(self, latest: Latest, retired_state: str | None) -> None:
+        """Ack what the ledger settled and publish what it issued (rules 1, 3 and 4), then delete leftovers."""
+        landed = self.settlement.landed()
+        for consumer in {receipt.consumer for receipt in landed.acks}:
+            consumer.ack(
+                [receipt.handle for receipt in landed.acks if receipt.consumer is consumer]
+            )
+        self.issuer.forget(landed.settled)
+        outstanding = self.settlement.committed.outstanding
+        self.issuer.publish([(task, outstanding[task]) for task in landed.issued])
+        superfluous = [receipt.object_key for receipt in landed.acks if receipt.object_key]
+        self.retention.apply(latest, [*superfluous, *([retired_state] if retired_state else [])])
+
+
+@dataclass
+class TrainingLoop:
+    """Steps from ``version`` to ``pacing.max_steps``."""
+
+    trainer: TrainerPort
+    settlement: Settlement[Receipt]
+    intake: Intake
+    issuer: Issuer
+    committer: Committer
+    progress: Progress
+    pacing: Pacing
+    publisher: Publisher
+    depth: Callable[[str], QueueDepth | None]
+    stopping: threading.Event
+    base_sha256: str
+    queues: Queues
+    source: str
+    epoch: int
+    version: int
+
+    @property
+    def is_done(self) -> bool:
+        """True once the last version is trained."""
+        return self.version >= self.pacing.max_steps
+
+    def run(self) -> None:
+        """Train until done or told to stop.
+
+        Invariant: between two turns every outstanding task is in a queue, in a worker's hands, held by the intake,
+        or settled in a ledger that is on its way to the bucket.
+        """
+        while not self.is_done and not self.stopping.is_set():
+            batch = self._next_batch()
+            if batch:
+                self._train_on(batch)
+        self._finish()
+
+    def publish_outstanding(self, ledger: Ledger) -> None:
+        """After a takeover: what the last ledger issued at once, the rest if it gives no sign (rule 4)."""
+        outstanding = ledger.outstanding
+        self.issuer.publish(
+            [(task, outstanding[task]) for task in ledger.issued if task in outstanding]
+        )
+        self.issuer.expect(set(outstanding) - set(ledger.issued))
+
+    # ---- one turn ----------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> list[HeldGroup]:
+        with self.progress.waiting_for_rollouts():
+            return self.intake.next_batch(self.version, self._while_waiting, self.stopping.is_set)
+
+    def _while_waiting(self, settleable: bool) -> None:
+        """Between two looks for deliveries: commit without a step (rule 5), reissue (rule 4), say what is missing."""
+        self.committer.check()
+        if settleable and self.committer.idle:
+            self._commit(None, state=None)
+        self.issuer.reissue(self.settlement.missing())
+        self.progress.still_waiting(self.settlement.unsettled, self.depth)
+
+    def _train_on(self, batch: list[HeldGroup]) -> None:
+        """One optimizer step and its commit on the way. A batch without any signal is settled without a step."""
+        started = time.monotonic()
+        lags = [held.lag(self.version) for held in batch]
+        trained = [held for held in batch if held.has_signal]
+        stats = self._step([held.group for held in trained]) if trained else None
+        self.settlement.settle("trained", [held.task for held in trained])
+        self.settlement.settle("flat", [held.task for held in batch if not held.has_signal])
+        seconds = time.monotonic() - started
+        with self.progress.waiting_for_commit():
+            self._wait_for_committer()
+        self._hand_over(self._new_version() if trained else None)
+        self.progress.stepped(self.version, stats, [held.group for held in batch], lags, seconds)
+        self._report()
+
+    def _step(self, groups: Sequence[Group]) -> StepStats:
+        stats = self.trainer.step(groups)
+        if stats.skipped:
+            raise SpotGRPOError(
+                f"loss or gradient of the step after version {self.version} is not finite; nothing of it is "
+                "committed, and its groups go back to the queue: lower train.learning_rate, look at the rewards"
+            )
+        return stats
+
+    def _new_version(self) -> NewVersion:
+        """The weights as they are now; the committer is idle, so ``serving`` is the version they grew from."""
+        self.version += 1
+        return NewVersion(
+            version=PolicyVersion(self.epoch, self.version),
+            parent=self.committer.latest.serving.policy,
+            files=self.trainer.adapter_files(),
+            modules=self.trainer.modules,
+            base_sha256=self.base_sha256,
+            probe=self.trainer.probe(),
+        )
+
+    # ---- commits -----------------------------------------------------------------------------------------------
+
+    def _hand_over(self, new: NewVersion | None) -> None:
+        durable = self.pacing.is_durable_due(self.version, self.settlement.unsettled)
+        if new is not None and not durable:
+            self.committer.submit(Commit(new, None, None, self.progress.step_s))
+        else:
+            self._commit(new, self.trainer.state() if new else None)
+
+    def _commit(self, new: NewVersion | None, state: bytes | None) -> None:
+        """Give the idle committer a ledger with all that is settled, with a version or alone."""
+        latest = self.committer.latest
+        if state is None and latest.serving.policy != latest.durable.policy:
+            state = self.trainer.state()  # versions are served that no state was stored for yet
+        ledger = self.settlement.write(
+            version=self.version,
+            issue=lambda outstanding: self.pacing.budget(self.version, outstanding),
+            max_attempts=self.pacing.max_attempts,
+            parent=latest.durable.ledger,
+        )
+        self.committer.submit(Commit(new, ledger, state, self.progress.step_s, self.is_done))
+
+    def _wait_for_committer(self) -> None:
+        while not self.committer.wait_idle(timeout_s=1.0):
+            self.progress.still_committing()
+
+    def _finish(self) -> None:
+        """Let the last commit land, so that nothing that was trained is trained again."""
+        if not self.is_done:
+            self.committer.wait_idle(LAST_COMMIT_S)
+        else:
+            self._wait_for_committer()
+            if self.settlement.has_settleable or not self.committer.latest.finished:
+                self._commit(None, state=None)
+                self._wait_for_committer()
+        committed = self.settlement.committed
+        self.progress.ended(committed.counts, len(committed.outstanding))
+
+    def _report(self) -> None:
+        record = self.progress.record(self.settlement.committed, self.intake.seen)
+        report = Report(self.source, "learner", time.time(), record)
+        self.publisher.broadcast(self.queues.telemetry, Message(encode_report(report)))

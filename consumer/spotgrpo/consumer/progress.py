@@ -1,0 +1,248 @@
+"""What a learner says of itself: one record a step for ``metrics.jsonl`` and telemetry, waits, and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from spotgrpo.consumer.intake import Seen
+from spotgrpo.consumer.ledger import CAUSES, Counts, Ledger
+from spotgrpo.consumer.staleness import Lag
+from spotgrpo.shared.ids import Queues
+from spotgrpo.shared.metrics import MetricsWriter
+from spotgrpo.shared.ports import QueueDepth
+from spotgrpo.shared.wire import Group, Json
+
+log = logging.getLogger(__name__)
+
+STEP_S_MEMORY = 0.7
+"""Weight of the past in the moving average of a step's seconds."""
+
+
+class StepStats(Protocol):
+    """What the progress report takes from the trainer's own statistics of a step."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def ratio_mean(self) -> float: ...
+    @property
+    def ratio_max(self) -> float: ...
+    @property
+    def clipped_fraction(self) -> float: ...
+    @property
+    def mismatch_kl(self) -> float: ...
+    @property
+    def entropy(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def skipped(self) -> bool: ...
+
+
+@dataclass
+class Waits:
+    """Seconds since the last step, by what was waited for."""
+
+    rollouts: float = 0.0
+    commit: float = 0.0
+
+
+@dataclass
+class Progress:
+    """Collects a run's figures. Used by the learner's main thread alone.
+
+    Args:
+        queues: of the run, for what is said while nothing comes.
+        metrics: where records go.
+        max_steps: for the log.
+        stall_warn_s: say what is waited for after so many seconds.
+        clock: monotonic seconds.
+    """
+
+    queues: Queues
+    metrics: MetricsWriter
+    max_steps: int
+    stall_warn_s: float
+    clock: Callable[[], float] = time.monotonic
+    step_s: float = 0.0
+    _waits: Waits = field(default_factory=Waits)
+    _step: dict[str, Json] = field(default_factory=dict)
+    _started: float = 0.0
+    _last_sign: float = 0.0
+    _said: float = 0.0
+    _first_version: int = 0
+    _version: int = 0
+    _tokens_trained: int = 0
+    _final: dict[str, object] = field(default_factory=dict)
+    _last_record: dict[str, Json] = field(default_factory=dict)
+
+    def began(self, version: int, *, resumed: bool) -> None:
+        """The run is taken over; the first task goes out now."""
+        self._started = self._last_sign = self._said = self.clock()
+        self._first_version = self._version = version
+        log.info(
+            "%s at version %d of %d", "resuming" if resumed else "starting", version, self.max_steps
+        )
+
+    @contextlib.contextmanager
+    def waiting_for_rollouts(self) -> Iterator[None]:
+        """Count the seconds of the block as ``perf/rollout_wait_s``."""
+        started = self._said = self.clock()
+        try:
+            yield
+        finally:
+            self._waits.rollouts += self.clock() - started
+
+    @contextlib.contextmanager
+    def waiting_for_commit(self) -> Iterator[None]:
+        """Count the seconds of the block as waiting for the bucket."""
+        started = self._said = self.clock()
+        try:
+            yield
+        finally:
+            self._waits.commit += self.clock() - started
+
+    def still_waiting(self, outstanding: int, depth: Callable[[str], QueueDepth | None]) -> None:
+        """Say, every ``stall_warn_s``, what is being waited for."""
+        if self.clock() - self._said < self.stall_warn_s:
+            return
+        self._said = self.clock()
+        waited = self.clock() - self._last_sign
+        tasks, rollouts = depth(self.queues.tasks), depth(self.queues.rollouts)
+        if tasks is None or rollouts is None:
+            log.warning("no step for %.0f s: the broker does not answer", waited)
+        elif tasks.consumers == 0:
+            log.warning(
+                "no step for %.0f s: no worker is connected; %d tasks wait in %s",
+                waited,
+                tasks.ready,
+                self.queues.tasks,
+            )
+        else:
+            log.warning(
+                "no step for %.0f s: waiting for groups; %d tasks outstanding, %d of them not taken yet; %d workers connected",
+                waited, outstanding, tasks.ready, tasks.consumers,
+            )  # fmt: skip
+
+    def still_committing(self) -> None:
+        """Say, every ``stall_warn_s``, that the commit before has not landed."""
+        if self.clock() - self._said >= self.stall_warn_s:
+            self._said = self.clock()
+            log.warning("waiting for the commit of version %d to reach the bucket", self._version)
+
+    def stepped(
+        self,
+        version: int,
+        stats: StepStats | None,
+        groups: Sequence[Group],
+        lags: Sequence[Lag],
+        seconds: float,
+    ) -> None:
+        """A batch made ``version``, or was flat as a whole (``stats`` is None) and left it."""
+        now = self.clock()
+        whole = now - self._last_sign
+        self.step_s = (
+            whole if not self.step_s else STEP_S_MEMORY * self.step_s + (1 - STEP_S_MEMORY) * whole
+        )
+        self._last_sign = now
+        self._version = version
+        rewards = [
+            rollout.reward
+            for group in groups
+            for rollout in group.rollouts
+            if rollout.reward is not None
+        ]
+        lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+        truncated = [rollout.truncated for group in groups for rollout in group.rollouts]
+        totals = [lag.total for lag in lags]
+        self._tokens_trained += sum(lengths)
+        self._step = {
+            "version": self._version,
+            "reward": float(np.mean(rewards)) if rewards else None,
+            "reward_std": float(np.std(rewards)) if rewards else None,
+            "lag_mean": float(np.mean(totals)),
+            "lag_max": max(totals),
+            "lag_in_flight_mean": float(np.mean([lag.in_flight for lag in lags])),
+            "lag_in_queue_mean": float(np.mean([lag.in_queue for lag in lags])),
+            "completion_tokens_mean": float(np.mean(lengths)),
+            "truncated_fraction": float(np.mean(truncated)),
+            "groups": len(groups),
+            "tokens": sum(lengths),
+            "train_s": seconds,
+            "step_s": whole,
+            "rollout_wait_s": self._waits.rollouts,
+            "commit_wait_s": self._waits.commit,
+            **_of(stats),
+        }
+        self._waits = Waits()
+
+    def record(self, ledger: Ledger, seen: Seen) -> dict[str, Json]:
+        """The record of the last step: written to the metrics file, and returned for telemetry."""
+        counts = ledger.counts
+        record: dict[str, Json] = {
+            **self._step,
+            "max_steps": self.max_steps,
+            "elapsed_s": self.clock() - self._started,
+            **{f"groups_{name}": getattr(counts, name) for name in (*CAUSES, "duplicate")},
+            "outstanding": len(ledger.outstanding),
+            "tokens_received": seen.tokens,
+            "groups_received": seen.groups,
+            "groups_malformed": seen.malformed,
+            "stale_by_worker": dict(seen.dropped),
+        }
+        self.metrics.write(record)
+        self._last_record = record
+        reward = record["reward"]
+        log.info(
+            "version %d/%d  reward %s  lag %.1f  tokens %d  step %.1f s (waited %.1f s)",
+            self._version, self.max_steps, "none" if reward is None else f"{reward:.3f}",
+            record["lag_mean"], record["tokens"], record["step_s"], record["rollout_wait_s"],
+        )  # fmt: skip
+        return record
+
+    def ended(self, counts: Counts, outstanding: int) -> None:
+        """The last commit has landed."""
+        self._final = {
+            **{f"groups_{name}": getattr(counts, name) for name in (*CAUSES, "duplicate")},
+            "groups_issued": counts.issued,
+            "groups_outstanding": outstanding,
+            "train_wall_s": self.clock() - self._started,
+        }
+
+    def summary(self, ended: str) -> dict[str, object]:
+        """What the run came to."""
+        last = self._last_record
+        return {
+            "ended": ended,
+            "versions": self._version,
+            "versions_this_time": self._version - self._first_version,
+            "reward": last.get("reward"),
+            "tokens_generated": last.get("tokens_received", 0),
+            "tokens_trained": self._tokens_trained,
+            **self._final,
+        }
+
+
+def _of(stats: StepStats | None) -> dict[str, Json]:
+    names = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "ratio_mean",
+        "ratio_max",
+        "clipped_fraction",
+        "mismatch_kl",
+        "entropy",
+    )
+    return {name: float(getattr(stats, name)) if stats else None for name in names}

@@ -1,0 +1,267 @@
+"""The policy watcher: which version the worker serves, and how it comes to serve the next.
+
+consumes:     ``latest.json`` by ETag, every ``poll_s`` with jitter, or at once when woken
+produces:     an adopted version: fetched, verified, loaded, probed
+promises:     new requests go to the newest adopted version, running ones finish on theirs; a version that fails a
+              check is never adopted and the one before stays
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spotgrpo.producer.engines.base import Engine
+from spotgrpo.producer.probe import judge
+from spotgrpo.shared.errors import IntegrityError, NotStored, TransientError, WireError
+from spotgrpo.shared.ids import Keys, PolicyVersion
+from spotgrpo.shared.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Latest,
+    Manifest,
+    RunDocument,
+    Serving,
+    sha256_hex,
+)
+from spotgrpo.shared.ports import ObjectStore
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(eq=False)
+class Adopted:
+    """A version that the engine has loaded, and how many requests it is answering."""
+
+    version: PolicyVersion
+    manifest_sha256: str
+    folder: Path
+    probe: str
+    in_flight: int = 0
+
+
+@dataclass
+class Adoptions:
+    """Counts for the worker's report."""
+
+    adopted: int = 0
+    refused: int = 0
+    probes: dict[str, int] = field(default_factory=dict)
+
+
+class PolicyWatcher:
+    """Keeps the engine at the newest version. Lives in the worker's event loop; the bucket is read in threads."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: Keys,
+        engine: Engine,
+        document: RunDocument,
+        *,
+        cache_dir: Path,
+        poll_s: float,
+        keep: int,
+    ) -> None:
+        self._store, self._keys, self._engine, self._document = store, keys, engine, document
+        self._cache_dir, self._poll_s, self._keep = cache_dir, poll_s, keep
+        self._loaded: dict[PolicyVersion, Adopted] = {}
+        self._refused: set[str] = set()
+        self._etag: str | None = None
+        self._woken = asyncio.Event()
+        self._released = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._folders = 0
+        self.current: Adopted | None = None
+        self.finished = asyncio.Event()
+        self.counts = Adoptions()
+
+    def wake(self) -> None:
+        """Look at ``latest.json`` now. To be called on the event loop."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Watch for ever. Only an engine that dies ends it, with its error."""
+        troubled = False
+        pause = self._poll_s
+        while True:
+            try:
+                await self._look()
+                if troubled:
+                    log.info("the bucket answers again")
+                troubled, pause = False, self._poll_s
+            except TransientError as exc:
+                if not troubled:
+                    log.warning(
+                        "%s; going on with %s",
+                        exc,
+                        self.current.version if self.current else "no version yet",
+                    )
+                troubled, pause = True, min(2 * pause, LONGEST_PAUSE_S)
+            except NotStored as exc:
+                log.debug("superseded while it was read: %s", exc)
+                self._etag = None
+            await self._pause(pause * random.uniform(0.8, 1.2))
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), seconds)
+        self._woken.clear()
+
+    async def _look(self) -> None:
+        stored = await asyncio.to_thread(self._store.get_if_changed, self._keys.latest, self._etag)
+        if stored is None:
+            return
+        try:
+            latest = Latest.from_bytes(stored.body)
+        except WireError as exc:
+            log.error("latest.json is not readable: %s", exc)
+            self._etag = stored.etag
+            return
+        await self._follow(latest.serving)
+        self._etag = stored.etag
+        if latest.finished:
+            self.finished.set()
+        else:
+            self.finished.clear()
+
+    async def _follow(self, serving: Serving) -> None:
+        """Adopt ``serving`` unless it is served already or was refused before."""
+        if self.current is not None and self.current.version == serving.policy:
+            return
+        if serving.sha256 in self._refused:
+            return
+        loaded = self._loaded.get(serving.policy)
+        if loaded is None:
+            try:
+                loaded = await self._load(serving)
+            except (IntegrityError, WireError) as exc:
+                self._refused.add(serving.sha256)
+                self.counts.refused += 1
+                served = self.current.version if self.current else "nothing"
+                log.error("version %s is refused, %s stays: %s", serving.policy, served, exc)
+                return
+            self._loaded[loaded.version] = loaded
+        await self._adopt(loaded)
+
+    async def _adopt(self, loaded: Adopted) -> None:
+        async with self._changed:
+            self.current = loaded
+            self._changed.notify_all()
+        self.counts.adopted += 1
+        log.info("serving version %s (probe: %s)", loaded.version, loaded.probe)
+        await self._unload_old()
+
+    async def _load(self, serving: Serving) -> Adopted:
+        body = (await asyncio.to_thread(self._store.get, serving.manifest)).body
+        if sha256_hex(body) != serving.sha256:
+            raise IntegrityError(
+                f"{serving.manifest} does not have the sha256 that latest.json names"
+            )
+        manifest = Manifest.from_bytes(body)
+        self._check(manifest, serving)
+        self._folders += 1
+        folder = self._cache_dir / f"{serving.policy}.{self._folders}"
+        try:
+            await self._fetch(manifest, folder)
+            await self._make_room()
+            modules = await self._engine.load(manifest.policy, folder)
+            if modules != manifest.modules:
+                raise IntegrityError(
+                    f"the adapter went on {modules} modules, not on {manifest.modules}"
+                )
+            verdict = await self._probe(manifest)
+        except BaseException:
+            await self._forget(manifest.policy, folder)
+            raise
+        return Adopted(manifest.policy, serving.sha256, folder, verdict)
+
+    def _check(self, manifest: Manifest, serving: Serving) -> None:
+        if manifest.policy != serving.policy or manifest.run != self._keys.run:
+            raise IntegrityError(
+                f"{serving.manifest} is of {manifest.policy} of run {manifest.run}"
+            )
+        if manifest.base_sha256 != self._document.model.base_sha256:
+            raise IntegrityError(f"{serving.manifest} is for another base model")
+        if not {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= {entry.name for entry in manifest.files}:
+            raise IntegrityError(
+                f"{serving.manifest} does not name {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+            )
+
+    async def _fetch(self, manifest: Manifest, folder: Path) -> None:
+        await asyncio.to_thread(folder.mkdir, parents=True)
+        for entry in manifest.files:
+            key = self._keys.version(manifest.policy, entry.name)
+            await asyncio.to_thread(
+                self._store.download, key, folder / entry.name, entry.size, entry.sha256
+            )
+
+    async def _probe(self, manifest: Manifest) -> str:
+        """``pass`` or ``inconclusive``; a failing probe is an IntegrityError."""
+        if manifest.probe is None:
+            return "none"
+        measured = await self._engine.score(manifest.policy, manifest.probe.token_ids)
+        verdict = judge(manifest.probe, measured)
+        self.counts.probes[verdict] = self.counts.probes.get(verdict, 0) + 1
+        if verdict == "fail":
+            raise IntegrityError(
+                "the engine's logprobs fit the base better than this version: it does not serve it"
+            )
+        return verdict
+
+    async def _forget(self, version: PolicyVersion, folder: Path) -> None:
+        with contextlib.suppress(Exception):  # the error that led here is the one to tell
+            await self._engine.unload(version)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _make_room(self) -> None:
+        """Wait until one more version fits: running requests keep theirs loaded."""
+        await self._unload_old(room=1)
+        while len(self._loaded) >= self._keep:
+            self._released.clear()
+            await self._released.wait()
+            await self._unload_old(room=1)
+
+    async def _unload_old(self, room: int = 0) -> None:
+        """Unload the oldest idle versions until ``room`` more fit among the ``keep`` that the engine holds."""
+        idle = sorted(
+            (
+                loaded
+                for loaded in self._loaded.values()
+                if loaded is not self.current and not loaded.in_flight
+            ),
+            key=lambda loaded: loaded.version,
+        )
+        for loaded in idle[: max(0, len(self._loaded) + room - self._keep)]:
+            del self._loaded[loaded.version]
+            await self._engine.unload(loaded.version)
+            await asyncio.to_thread(shutil.rmtree, loaded.folder, ignore_errors=True)
+
+    def loaded(self, version: PolicyVersion) -> Adopted | None:
+        """A version that the engine still holds."""
+        return self._loaded.get(version)
+
+    async def at_least(self, number: int) -> Adopted:
+        """The served version, waiting until it is ``number`` or newer."""
+        async with self._changed:
+            while self.current is None or self.current.version.number < number:
+                await self._changed.wait()
+            return self.current
+
+    @contextlib.contextmanager
+    def using(self, adopted: Adopted) -> Iterator[PolicyVersion]:
+        """Keep ``adopted`` loaded while the block runs."""
+        adopted.in_flight += 1
+        try:
+            yield adopted.version
+        finally:
+            adopted.in_flight -= 1
+            self._released.set()

@@ -1,0 +1,209 @@
+"""``spotgrpo worker`` from broker, bucket and run id to a running worker: the rest comes from ``run.json``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
+from spotgrpo.shared.tokenizing import load_tokenizer
+
+from spotgrpo.producer.engines.base import EngineSpec
+from spotgrpo.producer.engines.registry import make_engine
+from spotgrpo.producer.policy import PolicyWatcher
+from spotgrpo.producer.rewards import Rewards
+from spotgrpo.producer.worker import Wiring, Worker
+from spotgrpo.shared.config import ModelConfig
+from spotgrpo.shared.errors import ConfigError, NotStored, StoreUnavailable
+from spotgrpo.shared.ids import Keys
+from spotgrpo.shared.manifest import RunDocument
+from spotgrpo.shared.rabbitmq import RabbitMQBroker
+from spotgrpo.shared.s3 import S3Store
+from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
+
+if TYPE_CHECKING:
+    from spotgrpo.shared.config import WorkerView
+    from spotgrpo.shared.ports import ObjectStore
+    from spotgrpo.shared.stopping import Stopping
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0
+
+
+def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
+    """Work for a run until it is finished or ``stopping`` is set. Waits for a learner that has not begun it yet.
+
+    Args:
+        base_dir: where relative reward files are looked for.
+
+    Raises:
+        ConfigError: a server refuses; model, tokenizer or reward code differ from the run's.
+        TransientError: a server did not answer within its start deadline.
+        SpotGRPOError: the engine died.
+    """
+    store = S3Store.connect(view.bucket)
+    broker = RabbitMQBroker(view.broker, view.run.id)
+    try:
+        document = wait_for_run(store, Keys(view.run.id), stopping)
+        if document is None or not _wait_for_queues(broker, stopping):
+            return
+        model = model_of(view, document)
+        rewards = Rewards.from_run(document.rewards, view.rewards, base_dir)
+        tokenizer = _checked_tokenizer(model, document)
+        with contextlib.ExitStack() as stack:
+            cache = view.worker.cache_dir
+            if cache is not None:
+                cache.mkdir(parents=True, exist_ok=True)
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="spotgrpo-", dir=cache))
+            )
+            asyncio.run(
+                _work(view, document, model, store, broker, rewards, tokenizer, folder, stopping)
+            )
+    finally:
+        broker.close()
+
+
+def wait_for_run(store: ObjectStore, keys: Keys, stopping: Stopping) -> RunDocument | None:
+    """``run.json``, waiting for the learner to write it; None once ``stopping`` is set.
+
+    Raises:
+        ConfigError: the run speaks wire schemas that this worker does not.
+    """
+    said = False
+    while not stopping.is_set():
+        try:
+            document = RunDocument.from_bytes(store.get(keys.run_json).body)
+        except (NotStored, StoreUnavailable) as exc:
+            if not said:
+                log.info("waiting for a learner to begin run %s (%s)", keys.run, exc)
+                said = True
+            stopping.wait(LOOK_AGAIN_S)
+            continue
+        oldest, newest = document.wire_schemas
+        if oldest > SCHEMA or newest < OLDEST_READABLE:
+            raise ConfigError(
+                "run.id",
+                keys.run,
+                f"speaks wire schemas {oldest} to {newest}, this worker {OLDEST_READABLE} to {SCHEMA}: "
+                "install the learner's version of spotgrpo",
+            )
+        return document
+    return None
+
+
+def _wait_for_queues(broker: RabbitMQBroker, stopping: Stopping) -> bool:
+    said = False
+    while not stopping.is_set():
+        if broker.wait_until_declared(timeout_s=LOOK_AGAIN_S):
+            return True
+        if not said:
+            log.info("waiting for the learner to declare the queues")
+            said = True
+    return False
+
+
+def model_of(view: WorkerView, document: RunDocument) -> ModelConfig:
+    """The base model: the worker's own ``model`` table where it has one, else what ``run.json`` names.
+
+    Raises:
+        ConfigError: its weights are not those that the run trains on.
+    """
+    model = view.model or ModelConfig.model_validate(
+        {"name": document.model.name, "revision": document.model.revision, "dtype": document.dtype}
+    )
+    started = time.monotonic()
+    found = base_fingerprint(model.name, model.revision)
+    log.debug("fingerprint of %s took %.1f s", model.name, time.monotonic() - started)
+    if found != document.model.base_sha256:
+        raise ConfigError(
+            "model.name",
+            model.name,
+            f"its weights hash to {found[:12]}…, run {document.run} trains {document.model.name} "
+            f"with {document.model.base_sha256[:12]}…: give the same model and revision",
+        )
+    return model
+
+
+def _checked_tokenizer(model: ModelConfig, document: RunDocument) -> Any:
+    tokenizer = load_tokenizer(model)
+    found = tokenizer_fingerprint(tokenizer)
+    if found != document.model.tokenizer_sha256:
+        raise ConfigError(
+            "model.name",
+            model.name,
+            f"its tokenizer hashes to {found[:12]}…, the run's to {document.model.tokenizer_sha256[:12]}…: "
+            "give the same model and revision",
+        )
+    return tokenizer
+
+
+def engine_spec(view: WorkerView, document: RunDocument, model: ModelConfig) -> EngineSpec:
+    """What the engine is made of."""
+    worker = view.worker
+    return EngineSpec(
+        model=model.name,
+        revision=model.revision,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        attn_implementation=model.attn_implementation,
+        max_context=document.max_context,
+        lora_rank=document.lora.rank,
+        lora_alpha=document.lora.alpha,
+        target_modules=tuple(document.lora.target_modules),
+        max_versions=document.max_staleness + 2,
+        max_inflight=worker.max_inflight,
+        device=worker.device,
+        threads=worker.threads,
+        vllm=worker.vllm,
+    )
+
+
+async def _work(
+    view: WorkerView,
+    document: RunDocument,
+    model: ModelConfig,
+    store: ObjectStore,
+    broker: RabbitMQBroker,
+    rewards: Rewards,
+    tokenizer: Any,
+    folder: Path,
+    stopping: Stopping,
+) -> None:
+    spec = engine_spec(view, document, model)
+    engine = make_engine(view.worker.engine, spec)
+    started = time.monotonic()
+    await engine.start()
+    log.info(
+        "engine %s %s is ready after %.1f s",
+        engine.name,
+        engine.engine_version,
+        time.monotonic() - started,
+    )
+    policy = PolicyWatcher(
+        store,
+        Keys(document.run),
+        engine,
+        document,
+        cache_dir=folder,
+        poll_s=view.worker.poll_s,
+        keep=spec.max_versions,
+    )
+    wiring = Wiring(
+        config=view.worker,
+        document=document,
+        store=store,
+        broker=broker,
+        engine=engine,
+        policy=policy,
+        rewards=rewards,
+        tokenizer=tokenizer,
+        stopping=stopping,
+    )
+    await Worker(wiring).run()

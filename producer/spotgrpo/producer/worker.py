@@ -1,0 +1,384 @@
+"""The generator worker: takes tasks, samples and scores groups, publishes them until confirmed, then acks.
+
+consumes:     the tasks queue, at most what fits into the engine
+waits for:    room in the engine, a version that is new enough
+unblocked by: a finished group, an adoption
+produces:     one group a task on the rollouts queue; a task is acked only after its group was confirmed
+on stop:      takes nothing more, finishes what it can in ``drain_s``, hands the rest back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from spotgrpo.producer.engines.base import Engine
+from spotgrpo.producer.policy import Adopted, PolicyWatcher
+from spotgrpo.producer.rewards import Rewards
+from spotgrpo.producer.sampler import Sampled, Sampler
+from spotgrpo.shared.config import WorkerConfig
+from spotgrpo.shared.errors import SpotGRPOError, WireError
+from spotgrpo.shared.ids import Keys, Queues, TaskId
+from spotgrpo.shared.manifest import RunDocument, sha256_hex
+from spotgrpo.shared.ports import (
+    Broker,
+    Consumer,
+    Delivery,
+    Handle,
+    Message,
+    ObjectStore,
+    Publisher,
+)
+from spotgrpo.shared.retry import retry
+from spotgrpo.shared.stopping import Stopping
+from spotgrpo.shared.wire import (
+    MAX_MESSAGE_BYTES,
+    SCHEMA,
+    Group,
+    GroupRef,
+    Report,
+    Task,
+    decode_task,
+    encode_group,
+    encode_group_ref,
+    encode_report,
+)
+
+log = logging.getLogger(__name__)
+
+TAKE_S = 0.5
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that a worker needs."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+def new_worker_id() -> str:
+    """Host, process and a random part, so that a restarted worker is another one."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a worker is connected to."""
+
+    config: WorkerConfig
+    document: RunDocument
+    store: ObjectStore
+    broker: Broker
+    engine: Engine
+    policy: PolicyWatcher
+    rewards: Rewards
+    tokenizer: Decoder
+    stopping: Stopping
+    worker_id: str = field(default_factory=new_worker_id)
+
+
+@dataclass
+class Job:
+    """A task in this worker's hands. ``handle`` is that of its newest delivery."""
+
+    handle: Handle
+    message: Message
+    sequences: int = 0
+
+
+class Room:
+    """Sequences that the engine may have at a time. A group over the limit runs alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.used = 0
+        self._freed = asyncio.Condition()
+
+    async def take(self, sequences: int) -> None:
+        async with self._freed:
+            await self._freed.wait_for(
+                lambda: not self.used or self.used + sequences <= self._limit
+            )
+            self.used += sequences
+
+    async def give_back(self, sequences: int) -> None:
+        async with self._freed:
+            self.used -= sequences
+            self._freed.notify_all()
+
+
+class Worker:
+    """One worker process. Everything here runs on one event loop; queues and bucket have threads of their own."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._w = wiring
+        self._keys, self._queues = Keys(wiring.document.run), Queues(wiring.document.run)
+        self._room = Room(wiring.config.max_inflight)
+        self._jobs: dict[TaskId, Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sampler = Sampler(wiring.engine, self._count)
+        self._tokens = self._groups = self._recent_tokens = 0
+        self._last_token = time.monotonic()
+        self._state = "waiting for a version"
+
+    async def run(self) -> None:
+        """Work until told to stop, until the run is finished, or until the engine dies (which raises)."""
+        publisher = self._w.broker.publisher()
+        consumer = self._w.broker.consumer(self._queues.tasks, self._prefetch)
+        background = [
+            self._spawn(self._w.policy.run()),
+            self._spawn(self._report_for_ever(publisher)),
+            self._spawn(self._watch_engine()),
+        ]
+        wakeups = self._subscribe()
+        stopped = asyncio.create_task(self._w.stopping.wait_async())
+        finished = asyncio.create_task(self._w.policy.finished.wait())
+        intake = self._spawn(self._take_for_ever(consumer, publisher))
+        try:
+            ends: set[asyncio.Future[Any]] = {stopped, finished, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            intake.cancel()
+            if self._failure.done():
+                self._failure.result()
+            log.info("the run is finished: leaving" if finished.done() else "stopping")
+            await self._drain(
+                consumer, publisher, 0.0 if finished.done() else self._w.config.drain_s
+            )
+        finally:
+            for task in (*background, intake, stopped, finished, *self._tasks):
+                task.cancel()
+            await asyncio.gather(
+                *background, intake, stopped, finished, *self._tasks, return_exceptions=True
+            )
+            await self._close(consumer, publisher, wakeups)
+
+    @property
+    def _prefetch(self) -> int:
+        """Tasks to hold: what the engine has room for, and one more so that it never waits for the next."""
+        return max(1, self._w.config.max_inflight // self._w.document.sampling.group_size) + 1
+
+    # ---- tasks ---------------------------------------------------------------------------------------------------
+
+    async def _take_for_ever(self, consumer: Consumer, publisher: Publisher) -> None:
+        while True:
+            await self._room.take(0)  # no delivery is begun before there is room for a group
+            delivery = await asyncio.to_thread(consumer.take, TAKE_S)
+            if delivery is not None:
+                await self._begin(delivery, consumer, publisher)
+
+    async def _begin(self, delivery: Delivery, consumer: Consumer, publisher: Publisher) -> None:
+        try:
+            task = decode_task(delivery.message.body)
+            if task.run != self._w.document.run:
+                raise WireError(f"task of run {task.run!r}")
+        except WireError as exc:
+            log.error("a task is dead-lettered: %s", exc)
+            consumer.reject(delivery.handle, requeue=False)
+            return
+        job = self._jobs.get(task.task_id)
+        if job is not None:  # the channel was lost meanwhile: only the newest delivery can be acked
+            job.handle = delivery.handle
+            return
+        self._jobs[task.task_id] = job = Job(delivery.handle, delivery.message)
+        await self._room.take(task.group_size)
+        job.sequences = task.group_size
+        running = self._spawn(self._work(task, job, consumer, publisher))
+        self._tasks.add(running)
+        running.add_done_callback(self._tasks.discard)
+
+    async def _work(self, task: Task, job: Job, consumer: Consumer, publisher: Publisher) -> None:
+        """One task from version to ack. Cancelling it leaves the job in ``_jobs``, for the drain to hand back."""
+        try:
+            adopted = task.pinned and self._w.policy.loaded(task.pinned)
+            adopted = adopted or await self._w.policy.at_least(task.min_version)
+            self._state = "generating"
+            with self._w.policy.using(adopted) as version:
+                sampled = await self._sampler.sample(task, version)
+        finally:
+            await self._room.give_back(job.sequences)
+            job.sequences = 0
+        group = await self._score(task, adopted, sampled)
+        await self._publish(group, publisher)
+        consumer.ack([job.handle])
+        self._jobs.pop(task.task_id, None)
+        self._groups += 1
+
+    async def _score(self, task: Task, adopted: Adopted, sampled: Sampled) -> Group:
+        ids = [rollout.token_ids.tolist() for rollout in sampled.rollouts]
+        texts = [self._w.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+        scored = await self._w.rewards.score(
+            task.prompt, texts, ids, task.row, self._w.config.reward_timeout_s
+        )
+        rollouts = tuple(
+            replace(rollout, reward=score.reward, reward_parts=score.parts)
+            for rollout, score in zip(sampled.rollouts, scored, strict=True)
+        )
+        return Group(
+            run=task.run,
+            task_id=task.task_id,
+            kind=task.kind,
+            worker=self._w.worker_id,
+            engine=self._w.engine.name,
+            engine_version=self._w.engine.engine_version,
+            manifest_sha256=adopted.manifest_sha256,
+            prompt_ids=np.asarray(task.prompt_ids, dtype=np.int32),
+            row=task.row,
+            sampling=task.sampling,
+            rollouts=rollouts,
+            started_at=sampled.started_at,
+            generated_at=sampled.generated_at,
+            scored_at=time.time(),
+        )
+
+    async def _publish(self, group: Group, publisher: Publisher) -> None:
+        """Until confirmed. A group too big for a message goes to the bucket, its reference to the queue."""
+        body, kind = encode_group(group), "group"
+        if len(body) > MAX_MESSAGE_BYTES:
+            body, kind = await asyncio.to_thread(self._store_body, group, body), "group_ref"
+        headers: dict[str, str | int] = {
+            "run": group.run,
+            "task": str(group.task_id),
+            "schema": SCHEMA,
+            "worker": group.worker,
+            "kind": kind,
+        }
+        message = Message(body, message_id=f"{group.task_id}/{group.worker}", headers=headers)
+        confirmed = await asyncio.to_thread(publisher.publish, self._queues.rollouts, message)
+        await asyncio.wrap_future(confirmed)
+
+    def _store_body(self, group: Group, body: bytes) -> bytes:
+        digest = sha256_hex(body)
+        key = self._keys.group(group.task_id, digest)
+        retry(f"storing {key}", lambda: self._w.store.create(key, body), stopping=self._w.stopping)
+        return encode_group_ref(GroupRef(group.run, group.task_id, key, digest, len(body)))
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    async def _drain(self, consumer: Consumer, publisher: Publisher, patience_s: float) -> None:
+        """Take nothing more; finish what fits into ``patience_s``; hand the rest back so that nothing counts as failed.
+
+        A task is published again before its delivery is acked: a copy at worst, never a loss, and no delivery that
+        the broker would count against it.
+        """
+        consumer.cancel()
+        self._state = "draining"
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        left = [(job.message, job.handle) for job in self._jobs.values()]
+        while (delivery := await asyncio.to_thread(consumer.take, 0)) is not None:
+            left.append((delivery.message, delivery.handle))
+        for message, handle in left:
+            confirmed = await asyncio.to_thread(publisher.publish, self._queues.tasks, message)
+            await asyncio.wait_for(asyncio.wrap_future(confirmed), timeout=10.0)
+            consumer.ack([handle])
+        if left:
+            log.info("handed %d unfinished tasks back", len(left))
+
+    async def _close(
+        self, consumer: Consumer, publisher: Publisher, wakeups: Consumer | None
+    ) -> None:
+        for port in (wakeups, consumer, publisher):
+            if port is not None:
+                await asyncio.to_thread(port.close)
+        await self._w.engine.close()
+
+    # ---- background ----------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose failure ends the worker."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(_innermost(error))
+
+    def _subscribe(self) -> Consumer | None:
+        """Let "version N is out" wake the policy watcher; without permission polling alone is enough."""
+        wakeups = self._w.broker.subscribe(self._queues.versions)
+        if wakeups is None:
+            log.info(
+                "not allowed to hear of new versions: polling every %.1f s", self._w.config.poll_s
+            )
+            return None
+        self._spawn(self._wake_for_ever(wakeups))
+        return wakeups
+
+    async def _wake_for_ever(self, wakeups: Consumer) -> None:
+        while not self._w.stopping.is_set():
+            if await asyncio.to_thread(wakeups.take, TAKE_S) is not None:
+                self._w.policy.wake()
+
+    def _count(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._recent_tokens += tokens
+        self._last_token = time.monotonic()
+
+    async def _watch_engine(self) -> None:
+        """An engine that gives no token while it has work would hold its tasks for ever behind a living heartbeat."""
+        while True:
+            await asyncio.sleep(1.0)
+            if not self._room.used or self._w.policy.current is None:
+                self._last_token = time.monotonic()
+            silent = time.monotonic() - self._last_token
+            if silent > self._w.config.engine_stall_s:
+                raise SpotGRPOError(
+                    f"the engine gave no token for {silent:.0f} s with {self._room.used} sequences in flight"
+                )
+
+    async def _report_for_ever(self, publisher: Publisher) -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(self._w.config.report_s)
+            now = time.monotonic()
+            rate, self._recent_tokens, started = self._recent_tokens / (now - started), 0, now
+            report = Report(
+                self._w.worker_id,
+                "worker",
+                time.time(),
+                {**self._values(publisher), "tokens_per_s": rate},
+            )
+            publisher.broadcast(self._queues.telemetry, Message(encode_report(report)))
+
+    def _values(self, publisher: Publisher) -> dict[str, Any]:
+        current = self._w.policy.current
+        return {
+            "version": str(current.version) if current else None,
+            "state": "publishing blocked"
+            if publisher.blocked
+            else self._state
+            if self._jobs
+            else "idle",
+            "engine": self._w.engine.name,
+            "inflight": self._room.used,
+            "tasks": len(self._jobs),
+            "groups": self._groups,
+            "tokens": self._tokens,
+            "adopted": self._w.policy.counts.adopted,
+            "refused": self._w.policy.counts.refused,
+            "probes": dict(self._w.policy.counts.probes),
+            "reward_failures": {
+                str(name): int(count) for name, count in self._w.rewards.failures.items()
+            },
+        }
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first error in a group, so that the exit code is its own."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
