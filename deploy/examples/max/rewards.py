@@ -1,9 +1,7 @@
 """The reward of the example: is the first line of the completion the right number?"""
 
 
-def exact_match(
-    completions: list[str], answer: list[str], **_columns: object
-) -> list[float]:
+def exact_match(completions: list[str], answer: list[str], **_columns: object) -> list[float]:
     """1 where the completion's first line is the answer, else 0.
 
     The signature is TRL's: every argument is a list with one entry a completion, and the data set's

@@ -13,7 +13,8 @@ from spotgrpo.shared.ids import Queues
 from spotgrpo.shared.ports import Broker, Consumer, QueueDepth
 from spotgrpo.shared.wire import Report, decode_report
 
-DECLARED_WAIT_S: Final = 0.1
+DECLARED_WAIT_S: Final = 0.5
+WORKER_ID: Final = re.compile(r".*-(\d+)-[0-9a-f]+")
 
 
 class Feed:
@@ -58,9 +59,6 @@ class Feed:
 
 
 def worker_of(report: Report, pids: Mapping[int, str]) -> str | None:
-    """Which of our processes a worker's report is from: by ``pid`` among its values, or in its source's name."""
-    pid = report.values.get("pid")
-    candidates = (
-        [pid] if isinstance(pid, int) else map(int, re.findall(r"\d+", report.source)[::-1])
-    )
-    return next((pids[number] for number in candidates if number in pids), None)
+    """Which of our processes a worker's report is from; a worker's id is ``host-pid-random``."""
+    match = WORKER_ID.fullmatch(report.source)
+    return pids.get(int(match[1])) if match else None
