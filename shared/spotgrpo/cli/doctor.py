@@ -105,9 +105,7 @@ def _findings(config: Config | WorkerView, folder: Path) -> list[tuple[str, Find
     found: list[tuple[str, Finding]] = [
         ("disk", lambda: machine.check_disk("disk", config.worker.cache_dir)),
         ("broker", lambda: servers.check_broker(config)),
-        ("consumer timeout", lambda: servers.check_consumer_timeout(config)),
         ("bucket", lambda: servers.check_bucket(config)),
-        ("run", lambda: servers.check_run(config)),
     ]
     if isinstance(config, Config):
         learner = config

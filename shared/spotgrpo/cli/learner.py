@@ -27,6 +27,10 @@ def command(config: ConfigPath, sets: Sets = None, as_json: AsJson = False) -> N
 
 
 def _train(config: Config, folder: Path, stopping: Stopping) -> Mapping[str, object]:
-    from spotgrpo.consumer.learner import run_learner
+    from spotgrpo.cli.inputs import open_inputs
 
-    return run_learner(config, folder, stopping)
+    inputs = open_inputs(config, folder)
+    rewards = inputs.rewards.identities()
+    from spotgrpo.consumer.run import run_learner  # imports torch: not before the inputs are right
+
+    return run_learner(config, inputs.prompts, inputs.tokenizer, rewards, stopping)

@@ -19,7 +19,7 @@ def command(config: OptionalConfigPath = None, sets: Sets = None) -> None:
         view = load(config, sets, WorkerView)
         require("vllm", "worker") if view.worker.engine == "auto" else require(_extra(view))
         with Stopping().on_signals() as stopping:
-            from spotgrpo.producer.worker import run_worker
+            from spotgrpo.producer.run import run_worker
 
             run_worker(view, folder_of(config), stopping)
 
