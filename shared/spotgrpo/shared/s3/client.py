@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import boto3
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from spotgrpo.shared.config import BucketConfig
 
+Checksums: TypeAlias = Literal["when_supported", "when_required"]
 CONNECTIONS = 32
 """Threads that can talk to the server at once without waiting for each other."""
 
@@ -26,20 +27,34 @@ def bucket_and_prefix(url: str) -> tuple[str, str]:
     return parts.netloc, parts.path.strip("/")
 
 
-def make_client(config: BucketConfig, *, check_bodies: bool) -> S3Client:
-    """A thread-safe client without retries of its own.
+def make_clients(config: BucketConfig) -> tuple[S3Client, S3Client]:
+    """Two thread-safe clients without retries of their own.
 
     A retry below us could turn a compare-and-swap that succeeded into a refusal, so there is one layer of
     retries, and it is ours (``spotgrpo.shared.retry``).
 
-    Args:
-        config: the bucket.
-        check_bodies: let boto3 check whole bodies it reads against the stored checksum; off where parts of an
-            object are read and the caller has a sha256.
+    Returns:
+        One that checks the bodies it reads against their stored checksum, and one that does not: it is for reading
+        parts of objects, for which there is none, where the caller has a digest of the whole.
 
     Raises:
         ConfigError: the endpoint, the region or the profile in the environment cannot be used.
     """
+    try:
+        with translated(config, "preparing to use the bucket"):
+            session = boto3.session.Session()
+            return (
+                _client(session, config, validation=config.checksums),
+                _client(session, config, validation="when_required"),
+            )
+    except ValueError as exc:
+        remedy = f"give an address such as https://host:port ({exc})"
+        raise ConfigError("bucket.endpoint_url", config.endpoint_url, remedy) from exc
+
+
+def _client(
+    session: boto3.session.Session, config: BucketConfig, validation: Checksums
+) -> S3Client:
     secret = config.secret_access_key
     options = Config(
         signature_version="s3v4",
@@ -48,21 +63,16 @@ def make_client(config: BucketConfig, *, check_bodies: bool) -> S3Client:
         read_timeout=config.timeout_s,
         retries={"total_max_attempts": 1, "mode": "standard"},
         request_checksum_calculation=config.checksums,
-        response_checksum_validation=config.checksums if check_bodies else "when_required",
+        response_checksum_validation=validation,
         max_pool_connections=CONNECTIONS,
         tcp_keepalive=True,
     )
-    try:
-        with translated(config, "preparing to use the bucket"):
-            client = boto3.session.Session().client(
-                "s3",
-                endpoint_url=config.endpoint_url,
-                region_name=config.region,
-                aws_access_key_id=config.access_key_id,
-                aws_secret_access_key=secret.get_secret_value() if secret else None,
-                config=options,
-            )
-            return cast("S3Client", client)
-    except ValueError as exc:
-        remedy = f"give an address such as https://host:port ({exc})"
-        raise ConfigError("bucket.endpoint_url", config.endpoint_url, remedy) from exc
+    client = session.client(
+        "s3",
+        endpoint_url=config.endpoint_url,
+        region_name=config.region,
+        aws_access_key_id=config.access_key_id,
+        aws_secret_access_key=secret.get_secret_value() if secret else None,
+        config=options,
+    )
+    return cast("S3Client", client)

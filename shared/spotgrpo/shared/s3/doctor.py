@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -137,12 +137,17 @@ def inspect(config: BucketConfig) -> StoreReport:
     """Try everything that a run needs of the bucket. Raises nothing of this package: what fails is a problem."""
     try:
         store = S3Store(config)
-        report = replace(StoreReport(reachable=True, can_list=True), clock_skew_s=_skew(store))
-    except SpotGRPOError as exc:
-        return StoreReport(reachable=isinstance(exc, ConfigError), problems=(_from_error(exc),))
-    inspection = _Inspection(store, report)
-    inspection.run()
-    return inspection.report
+    except ConfigError as exc:
+        return StoreReport(problems=(_from_error(exc),))
+    with closing(store):
+        try:
+            report = StoreReport(reachable=True, can_list=True, clock_skew_s=_skew(store))
+        except SpotGRPOError as exc:
+            # A refusal is an answer too, but nothing more can be tried after it.
+            return StoreReport(reachable=isinstance(exc, ConfigError), problems=(_from_error(exc),))
+        inspection = _Inspection(store, report)
+        inspection.run()
+        return inspection.report
 
 
 @dataclass

@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from spotgrpo.shared.errors import IntegrityError, StoreUnavailable
 from spotgrpo.shared.ports import ObjectInfo, Stored
 from spotgrpo.shared.retry import retry
-from spotgrpo.shared.s3.client import bucket_and_prefix, make_client
+from spotgrpo.shared.s3.client import bucket_and_prefix, make_clients
 from spotgrpo.shared.s3.delete import Deleter
 from spotgrpo.shared.s3.errors import status_of, translated
 from spotgrpo.shared.s3.transfer import (
@@ -51,8 +51,7 @@ class S3Store:
         self._config = config
         self._bucket, prefix = bucket_and_prefix(config.url)
         self._prefix = f"{prefix}/" if prefix else ""
-        self._client = make_client(config, check_bodies=True)
-        self._download_client = make_client(config, check_bodies=False)
+        self._client, self._download_client = make_clients(config)
         self._deleter = Deleter(self._client, config, self._bucket)
 
     @classmethod
@@ -91,6 +90,11 @@ class S3Store:
                 Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1
             )
         return _server_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date"))
+
+    def close(self) -> None:
+        """Close the idle connections. Calls that come later open new ones."""
+        self._client.close()
+        self._download_client.close()
 
     # ---- objects ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from botocore.exceptions import ClientError
 
-from spotgrpo.shared.errors import IntegrityError, StoreUnavailable
+from spotgrpo.shared.errors import IntegrityError, SpotGRPOError, StoreUnavailable
 from spotgrpo.shared.retry import retry
 from spotgrpo.shared.s3.errors import from_answer, status_of, translated
 
@@ -91,6 +91,15 @@ class Transfer:
 
     def _open(self) -> StreamingBody:
         answer = self._request()
+        try:
+            self._check(answer)
+        except SpotGRPOError:
+            answer["Body"].close()
+            raise
+        self._etag = answer["ETag"]
+        return answer["Body"]
+
+    def _check(self, answer: GetObjectOutputTypeDef) -> None:
         if _whole_size(answer) != self._size:
             raise IntegrityError(
                 f"{self._doing}: it has {_whole_size(answer)} bytes in place of {self._size}"
@@ -99,8 +108,6 @@ class Transfer:
             raise StoreUnavailable(
                 f"{self._doing}: the server does not go on at byte {self._received}"
             )
-        self._etag = answer["ETag"]
-        return answer["Body"]
 
     def _request(self) -> GetObjectOutputTypeDef:
         source = self._source
