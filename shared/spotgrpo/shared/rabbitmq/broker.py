@@ -82,7 +82,7 @@ class RabbitMQBroker:
         """See ports.Broker."""
         self._reach()
         publisher = self._give_out(RabbitMQPublisher(self._server, window))
-        publisher.wait_connected(SETTLED_TIMEOUT_S)
+        publisher.wait_ready(SETTLED_TIMEOUT_S)
         return publisher
 
     def consumer(self, queue: str, prefetch: int) -> RabbitMQConsumer:
@@ -125,7 +125,7 @@ class RabbitMQBroker:
     # ---- first contact ---------------------------------------------------------------------------------------
 
     def _reach(self) -> None:
-        if not self._was_reached:
+        if self._closed or not self._was_reached:
             self._first_contact("connecting", lambda _connection: None)
 
     def _first_contact(self, what: str, call: Callable[[BlockingConnection], T]) -> T:

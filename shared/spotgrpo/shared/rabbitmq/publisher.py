@@ -82,6 +82,7 @@ class RabbitMQPublisher:
         # every message cost a third of the throughput of small ones.
         self._wake_at = window - max(1, window // 4)
         self._changed = threading.Condition()
+        self._ready = threading.Event()
         self._new: deque[_Pending] = deque()
         self._wake_is_due = False
         self._unsettled = 0
@@ -134,9 +135,9 @@ class RabbitMQPublisher:
             or any(lane.refuses for lane in list(self._lanes.values()))
         )
 
-    def wait_connected(self, timeout_s: float) -> bool:
-        """True once the connection stands."""
-        return self._link.wait_connected(timeout_s)
+    def wait_ready(self, timeout_s: float) -> bool:
+        """True once connection and channels have stood."""
+        return self._ready.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """See ports.Publisher."""
@@ -206,6 +207,7 @@ class RabbitMQPublisher:
 
     def _on_confirms_selected(self, channel: Channel, _frame: Method[Confirm.SelectOk]) -> None:
         self._channel, self._tag = channel, 0
+        self._note_ready()
         for lane in self._lanes.values():
             self._pump(lane)
 
@@ -386,6 +388,11 @@ class RabbitMQPublisher:
 
     def _on_casts_open(self, channel: Channel) -> None:
         self._casts = channel
+        self._note_ready()
+
+    def _note_ready(self) -> None:
+        if self._channel is not None and self._casts is not None:
+            self._ready.set()
 
     def _on_casts_closed(self, channel: Channel, _reason: BaseException) -> None:
         """The exchange is missing or not ours to write; the next broadcast may fare better."""
