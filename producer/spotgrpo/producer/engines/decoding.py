@@ -6,11 +6,14 @@ and rows join (:meth:`Decoder.merge`) and leave between any two tokens. Sequence
 Shapes: B rows, D distinct sequences, T tokens so far (padding included), V vocabulary.
 """
 
+# Shape suffixes are upper case.
+# ruff: noqa: N803, N806, N815
+
 from __future__ import annotations
 
 import hashlib
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,8 +22,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spotgrpo.producer.engines.base import GenerationRequest
     from spotgrpo.producer.engines.ends import Ends
+    from spotgrpo.producer.engines.threaded import Running
 
 COMPACT_BELOW: Final = 0.75
 """Share of live rows under which the cache is copied without the dead ones."""
@@ -28,27 +31,11 @@ MAX_PREFILL_TOKENS: Final = 16_384
 """Padded tokens of one prefill; more would make the logits and the attention mask the biggest tensors."""
 
 
-@dataclass(eq=False)
-class Row:
-    """One completion in the making; ``completion`` holds the prefix as well."""
-
-    request: GenerationRequest
-    completion: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.completion = list(self.request.prefix_ids)
-
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        """Prompt and prefix: what is prefilled."""
-        return (*self.request.prompt_ids, *self.request.prefix_ids)
-
-
 @dataclass(frozen=True)
 class Sampled:
     """A row's new token, its logprob, and why the row is over, if it is."""
 
-    row: Row
+    row: Running
     token_id: int
     logprob: float
     finish: str | None
@@ -56,22 +43,22 @@ class Sampled:
 
 @dataclass(eq=False)
 class Batch:
-    """Rows in lockstep. A dead row is None until the cache is compacted.
+    """Completions in lockstep, a row each. A dead row is None until the cache is compacted.
 
     ``mask_BT`` is 1 where the cache holds a token of the row; ``logits_BV`` are for the token to come.
     """
 
-    rows: list[Row | None]
+    rows: list[Running | None]
     cache: DynamicCache
     mask_BT: torch.Tensor
     logits_BV: torch.Tensor
 
     @property
-    def live(self) -> list[Row]:
-        """Rows that still want tokens."""
-        return [row for row in self.rows if row is not None]
+    def has_live_rows(self) -> bool:
+        """Whether any row still wants tokens."""
+        return any(row is not None for row in self.rows)
 
-    def drop(self, row: Row) -> None:
+    def drop(self, row: Running) -> None:
         """Let a row leave; its part of the cache goes with the next compaction."""
         self.rows[self.rows.index(row)] = None
 
@@ -94,7 +81,7 @@ class Decoder:
         self._has_positions = "position_ids" in accepted
         self._keeps_logits = "logits_to_keep" in accepted
 
-    def start(self, rows: Sequence[Row]) -> Batch:
+    def start(self, rows: Sequence[Running]) -> Batch:
         """Prefill ``rows``; sequences that several rows share are computed once."""
         distinct = list(dict.fromkeys(row.sequence for row in rows))
         place = {sequence: index for index, sequence in enumerate(distinct)}
@@ -183,7 +170,7 @@ class Decoder:
         return logits
 
 
-def prefill_share(rows: Sequence[Row]) -> int:
+def prefill_share(rows: Sequence[Running]) -> int:
     """How many of ``rows``, from the first, fit one prefill; at least one."""
     distinct: set[tuple[int, ...]] = set()
     longest = 0
@@ -219,7 +206,7 @@ def _pad_left(batch: Batch, length: int) -> None:
 
 
 def sample(
-    logits_BV: torch.Tensor, rows: Sequence[Row | None]
+    logits_BV: torch.Tensor, rows: Sequence[Running | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token for each row from softmax(logits / temperature), by inverting its cumulative sum.
 
@@ -243,7 +230,7 @@ def sample(
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
 
 
-def _uniform(row: Row | None) -> float:
+def _uniform(row: Running | None) -> float:
     """A number in [0, 1) made of the seed and the position: a partial goes on where it stopped."""
     if row is None:
         return 0.0
