@@ -20,6 +20,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 HOP_BY_HOP = frozenset(
@@ -98,11 +99,20 @@ class Late:
 
 
 @dataclass(frozen=True)
+class First:
+    """``event`` runs, then the request passes."""
+
+    event: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class IgnoreConditions:
-    """The server never sees If-Match and If-None-Match; the request is signed again without them."""
+    """The server never sees these headers; the request is signed again without them."""
+
+    names: tuple[str, ...] = ("if-match", "if-none-match")
 
 
-Fault = Cut | Truncate | Flip | Answer | Swallow | Stall | Late | IgnoreConditions
+Fault = Cut | Truncate | Flip | Answer | Swallow | Stall | Late | First | IgnoreConditions
 
 
 @dataclass
@@ -165,6 +175,11 @@ class FaultyS3:
         with self._lock:
             self._rules.append(Rule(fault, method, part, times))
 
+    def behave(self) -> None:
+        """Play no more faults."""
+        with self._lock:
+            self._rules.clear()
+
     def count(self, method: str = "", part: str = "") -> int:
         """Requests of this method and path that came so far."""
         with self._lock:
@@ -215,11 +230,11 @@ class FaultyS3:
             length = int(answer.getheader("Content-Length") or len(body))
             return Response(answer.status, headers, body, length)
 
-    def without_conditions(self, request: Request) -> Request:
+    def without(self, names: tuple[str, ...], request: Request) -> Request:
         kept = {
             name: value
             for name, value in request.headers.items()
-            if name.lower() not in {"if-match", "if-none-match", "authorization", *HOP_BY_HOP}
+            if name.lower() not in {*names, "authorization", *HOP_BY_HOP}
         }
         again = AWSRequest(
             request.method, f"http://{kept['Host']}{request.path}", kept, request.body
@@ -252,6 +267,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._break_off()
             case Late():
                 self._break_off()
+            case First(event):
+                event()
+                self._send(self.faulty.forward(request))
             case Swallow(forward):
                 if forward:
                     self.faulty.forward(request)
@@ -260,8 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if forward:
                     self.faulty.forward(request)
                 self._send(_error(status, code))
-            case IgnoreConditions():
-                self._send(self.faulty.forward(self.faulty.without_conditions(request)))
+            case IgnoreConditions(names):
+                self._send(self.faulty.forward(self.faulty.without(names, request)))
             case _:
                 self._send(_damaged(self.faulty.forward(request), fault))
 

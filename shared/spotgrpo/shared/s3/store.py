@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import closing
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -135,7 +136,8 @@ class S3Store:
             answer = self._client.get_object(
                 Bucket=self._bucket, Key=self._prefix + key, **conditions
             )
-            with answer["Body"] as stream:
+            # Not ``with answer["Body"]``: that enters the stream below the one that checks.
+            with closing(answer["Body"]) as stream:
                 body = stream.read()
         if len(body) != answer["ContentLength"]:
             raise StoreUnavailable(f"{doing}: it broke off after {len(body)} bytes")
