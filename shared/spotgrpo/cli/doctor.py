@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from spotgrpo.cli import inputs, machine, servers
-from spotgrpo.cli.checks import Check, Finding, exit_code, from_error, run_checks
+from spotgrpo.cli.checks import Check, Finding, State, exit_code, from_error, run_checks
 from spotgrpo.cli.errors import exit_on_errors
 from spotgrpo.cli.options import AsJson, Sets, folder_of, load, print_json
 from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import ConfigError
 from spotgrpo.shared.log import configure_logging
 
-MARKS = {
-    "ok": "[green]ok[/]",
-    "warn": "[yellow]warn[/]",
-    "fail": "[red]FAIL[/]",
-    "unreached": "[red]NO ANSWER[/]",
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WORDS: Final[dict[State, str]] = {
+    "ok": "ok",
+    "warn": "warn",
+    "fail": "FAIL",
+    "unreached": "NO ANSWER",
+}
+COLOURS: Final[dict[State, str]] = {
+    "ok": "green",
+    "warn": "yellow",
+    "fail": "red",
+    "unreached": "red",
 }
 
 ConfigOrNone = Annotated[
@@ -55,7 +64,7 @@ def command(
                 {"ok": exit_code(checks) == 0, "checks": [check.to_dict() for check in checks]}
             )
         else:
-            _print_table(checks)
+            _print(checks)
         raise typer.Exit(exit_code(checks))
 
 
@@ -118,13 +127,28 @@ def _findings(config: Config | WorkerView, folder: Path) -> list[tuple[str, Find
     return found
 
 
-def _print_table(checks: Sequence[Check]) -> None:
+def _print(checks: Sequence[Check]) -> None:
+    """A table on a terminal, plain lines elsewhere."""
     from rich.console import Console
+
+    console = Console()
+    if console.is_terminal:
+        console.print(_table(checks))
+        return
+    for check in checks:
+        print(f"{WORDS[check.state]:<9}  {check.name}: {check.detail}")
+        if check.remedy:
+            print(f"{'':<9}  -> {check.remedy}")
+
+
+def _table(checks: Sequence[Check]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("check", "", "found", "what to do", title="spotgrpo doctor", title_justify="left")
+    table = Table(title="spotgrpo doctor", title_justify="left", show_lines=True)
+    for heading in ("check", "", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
     for check in checks:
-        mark = MARKS[check.state]
+        mark = f"[{COLOURS[check.state]}]{WORDS[check.state]}[/]"
         table.add_row(check.name, mark, escape(check.detail), escape(check.remedy))
-    Console().print(table)
+    return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,12 +10,15 @@ from spotgrpo.cli.checks import Check
 from spotgrpo.cli.extras import missing
 from spotgrpo.shared.config import Config, ModelConfig
 from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.fingerprint import CONFIG, model_folder, read_json
 
 if TYPE_CHECKING:
     from spotgrpo.consumer.prompts import PromptSource
     from spotgrpo.producer.rewards import Rewards
 
 UNCHECKED: Final = "needs the learner's packages: pip install 'spotgrpo[learner]'"
+
+RIGHT_MODEL: Final = "give a folder with a transformers model, or a hub name"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def open_inputs(config: Config, folder: Path) -> Inputs:
     """
     rewards = open_rewards(config, folder)
     tokenizer, prompts = open_prompts(config)
-    try_rewards(rewards, prompts)
+    try_rewards(rewards, prompts, config.worker.reward_timeout_s)
     return Inputs(tokenizer, prompts, rewards)
 
 
@@ -64,10 +66,10 @@ def open_rewards(config: Config, folder: Path) -> Rewards:
     return Rewards.resolve(config.rewards, folder)
 
 
-def try_rewards(rewards: Rewards, prompts: PromptSource) -> None:
+def try_rewards(rewards: Rewards, prompts: PromptSource, timeout_s: float) -> None:
     """Call every reward function on the first prompt. Raises ConfigError where one does not fit."""
     first = prompts[0]
-    rewards.try_once(first.prompt, first.row)
+    rewards.try_once(first.prompt, first.row, timeout_s)
 
 
 def context_of(config: ModelConfig) -> int:
@@ -89,32 +91,15 @@ def context_of(config: ModelConfig) -> int:
 
 def model_settings(config: ModelConfig) -> dict[str, Any]:
     """The model's ``config.json``. Raises ConfigError."""
-    path = _config_json(config)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        remedy = f"no config.json there ({exc.strerror}): give a folder with a transformers model, or a hub name"
-        raise ConfigError("model.name", config.name, remedy) from exc
-    except ValueError as exc:
-        raise ConfigError("model.name", config.name, f"its config.json is not JSON: {exc}") from exc
-    if not isinstance(found, dict) or "model_type" not in found:
-        raise ConfigError("model.name", config.name, "its config.json names no model_type")
+        folder = model_folder(config.name, config.revision, (CONFIG,))
+    except ConfigError as exc:
+        raise ConfigError("model.name", config.name, f"{exc.remedy}; {RIGHT_MODEL}") from exc
+    found = read_json(folder / CONFIG, config.name)
+    if "model_type" not in found:
+        what = f"{folder} has no config.json that names a model_type"
+        raise ConfigError("model.name", config.name, f"{what}; {RIGHT_MODEL}")
     return found
-
-
-def _config_json(config: ModelConfig) -> Path:
-    if Path(config.name).is_dir() or config.name.startswith((".", "/", "~")):
-        return Path(config.name).expanduser() / "config.json"
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(hf_hub_download(config.name, "config.json", revision=config.revision))
-    except (OSError, ValueError, HFValidationError) as exc:
-        remedy = (
-            f"neither a folder nor found on the hub ({type(exc).__name__}); give one that exists"
-        )
-        raise ConfigError("model.name", config.name, remedy) from exc
 
 
 # ---- as checks of the doctor ----------------------------------------------------------------------------------
@@ -150,5 +135,5 @@ def check_rewards(config: Config, folder: Path) -> Check:
         return Check(
             "rewards", "warn", f"{names}: imported, not tried", "mend model and data first"
         )
-    try_rewards(rewards, prompts)
+    try_rewards(rewards, prompts, config.worker.reward_timeout_s)
     return Check("rewards", "ok", f"{names}: tried on the first prompt")

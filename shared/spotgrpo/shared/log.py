@@ -15,7 +15,6 @@ SHORTEST_SECRET: Final = 4
 
 _URL_PASSWORD = re.compile(r"(?P<head>[a-zA-Z][a-zA-Z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@")
 _CHATTY = (
-    "pika",
     "boto3",
     "botocore",
     "urllib3",
@@ -68,8 +67,11 @@ def configure_logging(
         handler.setFormatter(logging.Formatter(PLAIN_FORMAT))
     handler.addFilter(SecretsFilter(secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    lowest = logging.getLogger().level
     for name in _CHATTY:
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+        logging.getLogger(name).setLevel(max(logging.WARNING, lowest))
+    # pika logs every failed try as a handful of errors with tracebacks; our own line says it once.
+    logging.getLogger("pika").setLevel(logging.CRITICAL if lowest > logging.DEBUG else lowest)
     logging.captureWarnings(capture=True)
 
 
