@@ -22,7 +22,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-INSTALL := $(PIP) install --quiet --no-deps
+# Bytecode is left to the first import: most files never see one, and compiling all takes longer than the download.
+INSTALL := $(PIP) install --quiet --no-deps --no-compile
 STAMPS := $(VENV)/stamps
 CORE := $(STAMPS)/core
 VLLM := $(STAMPS)/vllm
