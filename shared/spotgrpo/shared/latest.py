@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from spotgrpo.shared.errors import Fenced, NotStored, StoreUnavailable, WireError
 from spotgrpo.shared.manifest import Latest
+from spotgrpo.shared.ports import Stored
 from spotgrpo.shared.retry import LONGEST_WAIT_S, retry
 
 if TYPE_CHECKING:
     from spotgrpo.shared.ids import Keys
-    from spotgrpo.shared.ports import ObjectStore, Stored
+    from spotgrpo.shared.ports import ObjectStore
 
 
 def fresh_nonce() -> str:
