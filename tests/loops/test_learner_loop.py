@@ -8,12 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from spotgrpo.consumer.learner import Learner
-from spotgrpo.shared.errors import ConfigError, Fenced
-from spotgrpo.shared.memory.broker import MemoryBroker
-from spotgrpo.shared.ports import Message
-from spotgrpo.shared.wire import Group, Task
 from tests.tools.loop_world import (
     RUN,
     BookkeepingTrainer,
@@ -25,6 +19,12 @@ from tests.tools.loop_world import (
     flatten,
     group_message,
 )
+
+from spotgrpo.consumer.learner import Learner
+from spotgrpo.shared.errors import ConfigError, Fenced
+from spotgrpo.shared.memory.broker import MemoryBroker
+from spotgrpo.shared.ports import Message
+from spotgrpo.shared.wire import Group, Task
 
 
 @pytest.fixture
@@ -247,7 +247,9 @@ def test_a_learner_that_was_overtaken_is_fenced_and_changes_nothing(world: World
             other = world.latest().model_copy(
                 update={"epoch": world.latest().epoch + 1, "writer": "other", "nonce": "f" * 32}
             )
-            while not world.store.compare_and_swap(world.keys.latest, other.to_bytes(), stored.etag):
+            while not world.store.compare_and_swap(
+                world.keys.latest, other.to_bytes(), stored.etag
+            ):
                 stored = world.store.get(world.keys.latest)
             overtaken.append(world.store.get(world.keys.latest).body)
 
@@ -275,9 +277,9 @@ def test_a_standby_takes_over_when_the_active_learner_dies(world: World) -> None
     standby = threading.Thread(target=stand_by, args=(world.learner(config),), daemon=True)
     standby.start()
     with ThreadWorker(world):
+        active = world.learner(config, trainer)
+        started.set()
         with pytest.raises(Killed):
-            active = world.learner(config, trainer)
-            started.set()
             active.run()
         standby.join(20)
     assert results
@@ -301,7 +303,8 @@ def test_durable_every_n_versions_acks_nothing_in_between(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "named"), [({"name": "other"}, "model.name"), ({"base": "f" * 64}, "model.base_sha256")]
+    ("part", "named"),
+    [({"name": "other"}, "model.name"), ({"base": "f" * 64}, "model.base_sha256")],
 )
 def test_a_run_id_of_another_model_is_refused_with_both_values(
     world: World, part: dict[str, str], named: str
@@ -317,7 +320,9 @@ def test_retention_keeps_what_workers_may_still_need(world: World) -> None:
     with ThreadWorker(world):
         world.learner(config_of(max_steps=9, max_staleness=1, keep_every=4)).run()
     manifests = [
-        info.key for info in world.store.list(world.keys.versions) if info.key.endswith("manifest.json")
+        info.key
+        for info in world.store.list(world.keys.versions)
+        if info.key.endswith("manifest.json")
     ]
     numbers = sorted(int(key.split("/v")[-1].split(".")[0]) for key in manifests)
     assert numbers == [0, 4, 7, 8, 9]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -94,7 +95,13 @@ class Prompts:
 
 def config_of(**train: object) -> Config:
     """A configuration with quick defaults; keywords go to the train table."""
-    options = {"max_steps": 6, "groups_per_step": 2, "max_staleness": 2, "reissue_after_s": 60.0, **train}
+    options = {
+        "max_steps": 6,
+        "groups_per_step": 2,
+        "max_staleness": 2,
+        "reissue_after_s": 60.0,
+        **train,
+    }
     return Config.model_validate(
         {
             "run": {"id": RUN},
@@ -162,7 +169,9 @@ def group_message(group: Group) -> Message:
         "worker": group.worker,
         "kind": "group",
     }
-    return Message(encode_group(group), message_id=f"{group.task_id}/{group.worker}", headers=headers)
+    return Message(
+        encode_group(group), message_id=f"{group.task_id}/{group.worker}", headers=headers
+    )
 
 
 @dataclass
@@ -238,7 +247,7 @@ class ThreadWorker:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.answered: list[str] = []
 
-    def __enter__(self) -> ThreadWorker:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

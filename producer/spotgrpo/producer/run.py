@@ -56,7 +56,7 @@ def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
         model = model_of(view, document)
         rewards = Rewards.from_run(document.rewards, view.rewards, base_dir)
         tokenizer = _checked_tokenizer(model, document)
-        with contextlib.ExitStack() as stack:
+        with contextlib.closing(rewards), contextlib.ExitStack() as stack:
             cache = view.worker.cache_dir
             if cache is not None:
                 cache.mkdir(parents=True, exist_ok=True)

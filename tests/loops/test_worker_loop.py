@@ -1,0 +1,425 @@
+"""Whole worker loops on in-memory ports, one story a test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.tools.loop_world import RUN, World, config_of, document_of
+from tests.tools.scripted_engine import ScriptedEngine
+
+from spotgrpo.consumer.commit import BucketWriter, NewVersion
+from spotgrpo.producer.policy import PolicyWatcher
+from spotgrpo.producer.rewards import Rewards
+from spotgrpo.producer.worker import Wiring, Worker
+from spotgrpo.shared.config import RewardConfig, WorkerConfig
+from spotgrpo.shared.errors import SpotGRPOError, StoreUnavailable
+from spotgrpo.shared.ids import PolicyVersion, TaskId
+from spotgrpo.shared.manifest import Durable, Latest, Probe
+from spotgrpo.shared.memory.broker import MemoryBroker
+from spotgrpo.shared.memory.store import MemoryStore
+from spotgrpo.shared.ports import Message, Stored
+from spotgrpo.shared.stopping import Stopping
+from spotgrpo.shared.wire import Group, Sampling, Task, decode_group, encode_task
+
+REWARDS = (
+    "def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n"
+)
+
+
+class Letters:
+    """Token ids as letters."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(96 + one % 26) for one in token_ids)
+
+
+class Bench(World):
+    """A world with a broker view of the learner's, and a bucket to put versions into."""
+
+    def open(self) -> None:
+        self.broker = MemoryBroker(self.server, RUN)
+        self.broker.declare()
+        self.publisher = self.broker.publisher()
+        self.rollouts = self.broker.consumer(self.queues.rollouts, 1000)
+        self.writer = BucketWriter(self.store, self.keys, threading.Event())
+        self.etag: str | None = None
+        (self.folder / "rewards.py").write_text(REWARDS)
+
+    def commit(
+        self,
+        number: int,
+        *,
+        epoch: int = 1,
+        modules: int = 1,
+        finished: bool = False,
+        shift: float = 0.0,
+    ) -> None:
+        """Store a version and let ``latest.json`` serve it."""
+        version = PolicyVersion(epoch, number)
+        probe = Probe(
+            token_ids=[1, 2, 3], version_logprobs=[-1.0 + shift] * 2, base_logprobs=[-1.0] * 2
+        )
+        files = {"adapter_config.json": b"{}", "adapter_model.safetensors": f"{version}".encode()}
+        stored = self.writer.store_version(
+            NewVersion(version, None, files, modules, "0" * 64, probe)
+        )
+        durable = Durable(
+            version=number, epoch=epoch, manifest=stored.manifest, manifest_sha256=stored.sha256,
+            state="s", state_sha256="0" * 64, ledger="l", ledger_sha256="0" * 64,
+        )  # fmt: skip
+        latest = Latest(
+            epoch=epoch,
+            writer="w",
+            nonce=str(number),
+            serving=stored.serving(),
+            durable=durable,
+            finished=finished,
+        )
+        self.etag = self.store.compare_and_swap(self.keys.latest, latest.to_bytes(), self.etag)
+        assert self.etag
+        self.publisher.broadcast(self.queues.versions, Message(b"new"))
+
+    def ask(
+        self, index: int, *, min_version: int = 0, tokens: int = 4, group_size: int = 2
+    ) -> Task:
+        """Publish a task."""
+        task = Task(
+            run=RUN, task_id=TaskId(index), prompt_ids=(1, 2), prompt="p", row={},
+            sampling=Sampling(max_new_tokens=tokens), seeds=tuple(range(group_size)), min_version=min_version,
+        )  # fmt: skip
+        self.publisher.publish(
+            self.queues.tasks, Message(encode_task(task), str(task.task_id))
+        ).result(5)
+        return task
+
+    async def answers(self, count: int) -> list[Group]:
+        """The next ``count`` groups from the rollouts queue."""
+        found = []
+        for _ in range(count):
+            delivery = await asyncio.to_thread(self.rollouts.take, 10.0)
+            assert delivery is not None, f"only {len(found)} of {count} groups came"
+            self.rollouts.ack([delivery.handle])
+            found.append(decode_group(delivery.message.body))
+        return found
+
+
+class FaultyStore(MemoryStore):
+    """A bucket that can be down, or hand out one object with a flipped byte."""
+
+    down = False
+    flipped = ""
+
+    def get(self, key: str) -> Stored:
+        stored = super().get(key)
+        if key == self.flipped:
+            return Stored(stored.body[:-1] + bytes([stored.body[-1] ^ 1]), stored.etag)
+        return stored
+
+    def get_if_changed(self, key: str, etag: str | None) -> Stored | None:
+        if self.down:
+            raise StoreUnavailable("the bucket is down")
+        return super().get_if_changed(key, etag)
+
+
+def serves(worker: Worker, number: int, epoch: int = 1) -> bool:
+    """True once the worker serves that version."""
+    current = worker._w.policy.current
+    return current is not None and current.version == PolicyVersion(epoch, number)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    bench.open()
+    yield bench
+    bench.broker.close()
+
+
+@contextlib.asynccontextmanager
+async def working(
+    bench: Bench, engine: ScriptedEngine, store: MemoryStore | None = None, **options: object
+) -> AsyncIterator[tuple[Worker, Stopping, asyncio.Task[None]]]:
+    """A running worker; told to stop at the end of the block."""
+    config = WorkerConfig.model_validate(
+        {"poll_s": 0.05, "drain_s": 5.0, "max_inflight": 8, **options}
+    )
+    document = document_of(config_of())
+    stopping = Stopping()
+    cache = bench.folder / "cache"
+    policy = PolicyWatcher(
+        store or bench.store,
+        bench.keys,
+        engine,
+        document,
+        cache_dir=cache,
+        poll_s=0.05,
+        keep=engine.max_versions,
+    )
+    wiring = Wiring(
+        config=config, document=document, store=store or bench.store, broker=MemoryBroker(bench.server, RUN),
+        engine=engine, policy=policy,
+        rewards=Rewards.resolve([RewardConfig(function="rewards.py:length")], bench.folder),
+        tokenizer=Letters(), stopping=stopping, worker_id="w1",
+    )  # fmt: skip
+    worker = Worker(wiring)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield worker, stopping, running
+    finally:
+        stopping.set()
+        await asyncio.wait({running}, timeout=20)
+        assert running.done(), "the worker did not stop"
+
+
+async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until ``true()``."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not true():
+        assert asyncio.get_running_loop().time() < deadline, "it never came true"
+        await asyncio.sleep(0.01)
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    """Run an async story."""
+    asyncio.run(asyncio.wait_for(story(), 40))  # type: ignore[arg-type]
+
+
+def test_a_task_becomes_a_scored_group_and_is_acked_after_it(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        task = bench.ask(0)
+        async with working(bench, ScriptedEngine()):
+            (group,) = await bench.answers(1)
+        assert group.task_id == task.task_id
+        assert [rollout.reward for rollout in group.rollouts] == [4.0, 4.0]
+        assert {rollout.versions[0].version for rollout in group.rollouts} == {PolicyVersion(1, 0)}
+        assert group.rollouts[0].token_ids.tolist() != group.rollouts[1].token_ids.tolist()
+        assert bench.ready(bench.queues.tasks) == 0
+
+    run(story)
+
+
+def test_an_adoption_does_not_touch_running_requests(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=0.02)
+        async with working(bench, engine):
+            bench.ask(0, tokens=40)
+            await until(lambda: len(engine.served) == 2)
+            bench.commit(1)
+            await until(lambda: PolicyVersion(1, 1) in engine.loaded)
+            bench.ask(1, tokens=2)
+            new, old = await bench.answers(2)
+        assert {rollout.versions for rollout in old.rollouts} == {old.rollouts[0].versions}
+        assert old.rollouts[0].versions[0].version.number == 0
+        assert len(old.rollouts[0].token_ids) == 40
+        assert new.rollouts[0].versions[0].version.number == 1
+
+    run(story)
+
+
+def test_a_task_waits_for_a_version_that_is_new_enough(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine()
+        async with working(bench, engine) as (worker, _, _):
+            bench.ask(0, min_version=2)
+            await until(lambda: bool(worker._jobs))
+            assert not engine.served
+            bench.commit(2)
+            (group,) = await bench.answers(1)
+        assert group.rollouts[0].versions[0].version.number == 2
+
+    run(story)
+
+
+@pytest.mark.parametrize("fault", ["modules", "probe", "bytes"])
+def test_a_version_that_fails_a_check_is_never_served(tmp_path: Path, fault: str) -> None:
+    async def story() -> None:
+        store = FaultyStore()
+        bench = Bench(tmp_path, store=store)
+        bench.open()
+        bench.commit(0)
+        engine = ScriptedEngine()
+        async with working(bench, engine) as (worker, _, _):
+            await until(lambda: serves(worker, 0))
+            if fault == "bytes":
+                store.flipped = bench.keys.version(PolicyVersion(1, 1), "adapter_model.safetensors")
+            bench.commit(
+                1, modules=2 if fault == "modules" else 1, shift=0.5 if fault == "probe" else 0.0
+            )
+            await until(lambda: worker._w.policy.counts.refused == 1)
+            bench.ask(1)
+            (group,) = await bench.answers(1)
+            bench.commit(2)
+            await until(lambda: serves(worker, 2))
+        assert group.rollouts[0].versions[0].version.number == 0
+        assert PolicyVersion(1, 1) not in engine.served
+        bench.broker.close()
+
+    run(story)
+
+
+def test_a_passing_probe_is_reported(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine()
+        engine.logprob_shift[PolicyVersion(1, 1)] = 0.5
+        async with working(bench, engine) as (worker, _, _):
+            await until(lambda: serves(worker, 0))
+            bench.commit(1, shift=0.5)
+            await until(lambda: worker._w.policy.counts.adopted == 2)
+            assert worker._w.policy.counts.probes == {"inconclusive": 1, "pass": 1}
+
+    run(story)
+
+
+def test_old_versions_are_unloaded_once_idle(bench: Bench) -> None:
+    async def story() -> None:
+        engine = ScriptedEngine(max_versions=3)
+        bench.commit(0)
+        async with working(bench, engine) as (worker, _, _):
+            for number in range(1, 12):
+                bench.commit(number)
+                await until(functools.partial(serves, worker, number))
+                assert len(engine.loaded) <= 3
+            assert len(list((bench.folder / "cache").iterdir())) == len(engine.loaded)
+
+    run(story)
+
+
+def test_a_takeover_puts_workers_back_to_the_durable_version(bench: Bench) -> None:
+    async def story() -> None:
+        engine = ScriptedEngine()
+        bench.commit(0)
+        async with working(bench, engine) as (worker, _, _):
+            bench.commit(1)
+            await until(lambda: serves(worker, 1))
+            bench.commit(1, epoch=2)
+            await until(lambda: serves(worker, 1, epoch=2))
+
+    run(story)
+
+
+def test_draining_hands_unfinished_tasks_back_and_loses_none(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        for index in range(6):
+            bench.ask(index, tokens=1000)
+        engine = ScriptedEngine(token_s=0.01)
+        async with working(bench, engine, drain_s=0.1) as (_, stopping, running):
+            await until(lambda: len(engine.served) == 8)
+            stopping.set()
+            await running
+        assert bench.ready(bench.queues.tasks) == 6
+        assert bench.ready(bench.queues.rollouts) == 0
+
+    run(story)
+
+
+def test_draining_finishes_what_fits_into_the_notice(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=0.02)
+        async with working(bench, engine, drain_s=10.0) as (_, stopping, running):
+            bench.ask(0, tokens=20)
+            await until(lambda: len(engine.served) == 2)
+            stopping.set()
+            await running
+        (group,) = await bench.answers(1)
+        assert len(group.rollouts[0].token_ids) == 20
+        assert bench.ready(bench.queues.tasks) == 0
+
+    run(story)
+
+
+def test_workers_leave_when_the_run_is_finished(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        async with working(bench, ScriptedEngine()) as (_, stopping, running):
+            bench.ask(0)
+            await bench.answers(1)
+            bench.commit(1, finished=True)
+            await running
+            assert not stopping.is_set()
+
+    run(story)
+
+
+def test_a_dead_engine_ends_the_worker_with_its_error(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=0.01)
+        async with working(bench, engine) as (_, _, running):
+            bench.ask(0, tokens=1000)
+            await until(lambda: len(engine.served) == 2)
+            engine.dead = True
+            with pytest.raises(SpotGRPOError, match="the engine died"):
+                await running
+        await until(lambda: bench.ready(bench.queues.tasks) == 1)
+
+    run(story)
+
+
+def test_a_silent_engine_ends_the_worker(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=3600)
+        async with working(bench, engine, engine_stall_s=0.5) as (_, _, running):
+            bench.ask(0)
+            with pytest.raises(SpotGRPOError, match="no token"):
+                await running
+
+    run(story)
+
+
+def test_a_redelivered_task_is_not_generated_a_second_time(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=0.02)
+        async with working(bench, engine):
+            bench.ask(0, tokens=30)
+            await until(lambda: len(engine.served) == 2)
+            bench.server.drop_connections()
+            await bench.answers(1)
+            await until(lambda: bench.ready(bench.queues.tasks) == 0)
+            assert len(engine.served) == 2
+
+    run(story)
+
+
+def test_an_unreadable_task_is_dead_lettered(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        bench.publisher.publish(bench.queues.tasks, Message(b"junk", "x")).result(5)
+        async with working(bench, ScriptedEngine()):
+            await until(lambda: bench.ready(bench.queues.dead) == 1)
+
+    run(story)
+
+
+def test_workers_go_on_while_the_bucket_is_down(tmp_path: Path) -> None:
+    async def story() -> None:
+        store = FaultyStore()
+        bench = Bench(tmp_path, store=store)
+        bench.open()
+        bench.commit(0)
+        async with working(bench, ScriptedEngine()) as (worker, _, _):
+            bench.ask(0)
+            await bench.answers(1)
+            store.down = True
+            for index in range(1, 4):
+                bench.ask(index)
+            await bench.answers(3)
+            bench.commit(1)
+            store.down = False
+            await until(lambda: serves(worker, 1))
+        bench.broker.close()
+
+    run(story)
