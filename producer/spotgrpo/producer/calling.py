@@ -43,7 +43,7 @@ class Caller:
     """Calls functions and coroutine functions with a time limit."""
 
     def __init__(self) -> None:
-        self._one_at_a_time = asyncio.Lock()
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(
@@ -57,9 +57,21 @@ class Caller:
         """
         if _is_coroutine_function(function):
             return await self._await(function(**arguments), timeout_s)
-        async with self._one_at_a_time:
+        async with self._turn():
             value = (await _within(_in_thread(function, arguments), timeout_s)).result()
         return await self._await(value, timeout_s) if inspect.isawaitable(value) else value
+
+    def _turn(self) -> asyncio.Lock:
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:  # a lock belongs to one loop
+            self._turns = (loop, asyncio.Lock())
+        return self._turns[1]
+
+    def close(self) -> None:
+        """End the loop of coroutines; those still running are cancelled."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
     async def _await(self, awaitable: Any, timeout_s: float) -> Any:
         loop = self._loop = self._loop or start_loop()
@@ -74,9 +86,17 @@ class Caller:
 
 
 def start_loop() -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a daemon thread."""
+    """An event loop that runs in a daemon thread; ``loop.stop`` ends and closes it."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-loop", daemon=True).start()
+
+    def work() -> None:
+        loop.run_forever()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    threading.Thread(target=work, name="reward-loop", daemon=True).start()
     return loop
 
 

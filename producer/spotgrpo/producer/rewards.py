@@ -194,6 +194,10 @@ class Rewards:
             ]:
                 raise ConfigError(function.key, function.spec, f"gives {wrong[0]} on the first row")
 
+    def close(self) -> None:
+        """Leave what still runs behind. Nothing has to be closed before the process ends."""
+        self._caller.close()
+
     async def _part(
         self, function: RewardFunction, columns: Mapping[str, Any], count: int, timeout_s: float
     ) -> list[float | None]:

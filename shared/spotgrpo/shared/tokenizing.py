@@ -30,11 +30,11 @@ def load_tokenizer(config: ModelConfig) -> Any:
             name, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as exc:
-        said = " ".join(str(exc).split())[:300]
-        if "trust_remote_code" in said:
+        said = " ".join(str(exc).split())
+        if "trust_remote_code" in said and not config.trust_remote_code:
             remedy = "its tokenizer runs code of its own: set model.trust_remote_code = true if you trust it"
             raise ConfigError("model.trust_remote_code", config.trust_remote_code, remedy) from exc
-        remedy = f"its tokenizer cannot be loaded: {type(exc).__name__}: {said}"
+        remedy = f"its tokenizer cannot be loaded: {type(exc).__name__}: {said[:300]}"
         raise ConfigError(KEY, config.name, remedy) from exc
 
 
