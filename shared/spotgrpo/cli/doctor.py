@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -14,6 +15,7 @@ from spotgrpo.cli.errors import exit_on_errors
 from spotgrpo.cli.options import AsJson, Sets, folder_of, load, print_json
 from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.loading import ENVIRONMENT_PREFIX
 from spotgrpo.shared.log import configure_logging
 
 if TYPE_CHECKING:
@@ -93,12 +95,8 @@ def _load(
 ) -> Config | WorkerView | None:
     if path is not None and not for_worker:
         return load(path, sets, Config)
-    try:
-        return load(path, sets, WorkerView)
-    except ConfigError as exc:
-        if path is None and not for_worker and not sets and exc.remedy.startswith("missing"):
-            return None
-        raise
+    is_given = path or sets or any(name.startswith(ENVIRONMENT_PREFIX) for name in os.environ)
+    return load(path, sets, WorkerView) if is_given else None
 
 
 def _refused(error: ConfigError) -> list[Check]:
