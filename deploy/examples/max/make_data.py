@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 SHOWN = (12, 45)
 TRAINING_ROWS = 2000
-HELDOUT_ROWS = 400
+HELDOUT_ROWS = 320
 SEED = 20
 
 

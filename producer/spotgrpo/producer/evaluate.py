@@ -82,7 +82,12 @@ def read_questions(
 def _question(row: Row, prompt_column: str, tokenizer: PreTrainedTokenizerBase) -> Question:
     prompt = str(row[prompt_column])
     others = {name: value for name, value in row.items() if name != prompt_column}
-    return Question(prompt, tuple(tokenizer(prompt)["input_ids"]), others)
+    token_ids: list[int] = tokenizer(prompt)["input_ids"]
+    if (
+        token_ids[-1] == tokenizer.eos_token_id
+    ):  # some tokenizers end every text; here the answer follows
+        token_ids = token_ids[:-1]
+    return Question(prompt, tuple(token_ids), others)
 
 
 async def answer_all(
@@ -239,9 +244,10 @@ def main() -> None:
     parser.add_argument("--heldout", type=Path, required=True, help="JSONL with the run's columns")
     parser.add_argument("--adapter", type=Path, required=True, help="PEFT folder")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets")
     options = parser.parse_args()
     try:
-        config = load_config(options.config)
+        config = load_config(options.config, options.sets)
         evaluation = Evaluation(config, options.config.parent.resolve(), options.adapter)
         write_summary(options.out, asyncio.run(evaluation.run(options.heldout)))
     except ConfigError as exc:

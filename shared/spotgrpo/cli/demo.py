@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -40,9 +41,10 @@ REPORT_S: Final = 0.5
 """Workers report often, so that the kill hits one that is known to hold tasks."""
 LEAVE_S: Final = 10.0
 """What workers get to leave by themselves at the end, and then to stop when told."""
+MOST_THREADS: Final = 4
+"""Of the evaluation: a model this small gains nothing from more."""
 GPU_SHARE: Final = 0.25
 """Of a GPU's memory for each worker, since both and the learner share it."""
-EXAMPLES_KEPT: Final = 5
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def command(
     Uses SPOTGRPO_BROKER__URL and SPOTGRPO_BUCKET__URL instead of private servers where they are set.
     """
     with exit_on_errors():
-        configure_logging("warning")
+        configure_logging("error")  # what is looked for before it is there is no warning
         for extra in ("learner", "worker", "demo"):
             require(extra)
         with Stopping().on_signals() as stopping:
@@ -106,7 +108,7 @@ class Demo:
             self._prepare_model(crew)
             write_run_toml(folder, self._example, self._changes())
             config = load_config(folder.toml, environ=crew.env)
-            configure_logging("warning", secrets_of(config))
+            configure_logging("error", secrets_of(config))
             progress, kill = self._train(crew, config)
             evaluation = self._evaluate(crew)
             books = _audit(config)
@@ -179,8 +181,12 @@ class Demo:
         crew.finish(crew.start_command("export", "export", "--out", folder.adapter), self._stopping)
         heldout = ("--heldout", self._example / "heldout.jsonl")
         answers = ("--adapter", folder.adapter, "--out", folder.evaluation)
+        # Nothing else runs any more: the engine may have the cores.
+        cores = ("--set", f"worker.threads={min(os.cpu_count() or 1, MOST_THREADS)}")
         module = "spotgrpo.producer.evaluate"
-        crew.finish(crew.start("evaluate", module, folder.toml, *heldout, *answers), self._stopping)
+        crew.finish(
+            crew.start("evaluate", module, folder.toml, *heldout, *answers, *cores), self._stopping
+        )
         evaluation: dict[str, Any] = json.loads(folder.evaluation.read_text())
         return evaluation
 

@@ -6,10 +6,10 @@ memory) goes away with its process.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,25 +39,17 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write ``gguf`` to ``folder`` as float32 safetensors with config and tokenizer; 20 to 40 s.
-
-    Several processes may do this at once: the first one that is done wins.
-    """
+    """Write ``gguf`` to ``folder`` as float32 safetensors with config and tokenizer; 20 to 40 s."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype="float32"
-        )
-        _forget_quantization(model)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        _appear(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    _forget_quantization(model)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
 
 
 def _forget_quantization(model: Any) -> None:
@@ -68,20 +60,22 @@ def _forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-def _appear(partial: Path, folder: Path) -> None:
-    partial.chmod(0o755)
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not is_prepared(folder):  # another process was faster: its folder is as good
-            raise
+def prepare(folder: Path) -> None:
+    """Make the model's folder unless it is there; of several processes one does it and the others wait.
+
+    Raises:
+        ConfigError: the package with the model is not installed.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the kernel, also of a killed process
+        if not is_prepared(folder):
+            convert(find_gguf(), folder)
 
 
 def main() -> None:
-    """Convert into the folder that the command line names, unless it is there."""
-    folder = Path(sys.argv[1])
-    if not is_prepared(folder):
-        convert(find_gguf(), folder)
+    """Prepare the folder that the command line names."""
+    prepare(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from spotgrpo.shared.errors import WireError
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.wire import Json, Report
 
+SPEED_WEIGHT: Final = 0.15
+"""Of the newest report: tokens come in bursts, and a number that jumps tells nothing."""
 PACE_STEPS: Final = 8
 """Steps whose times the rest is estimated from."""
 
@@ -52,7 +54,8 @@ class WorkerState:
         self.inflight = int(_number(values, "inflight") or 0)
         self.groups = int(_number(values, "groups") or self.groups)
         self.tokens = int(_number(values, "tokens") or self.tokens)
-        self.tokens_per_s = _number(values, "tokens_per_s") or 0.0
+        speed = _number(values, "tokens_per_s") or 0.0
+        self.tokens_per_s += SPEED_WEIGHT * (speed - self.tokens_per_s)
 
     def lost(self) -> None:
         """The process is gone; what it counted stays."""

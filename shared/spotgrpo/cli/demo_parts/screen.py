@@ -207,7 +207,7 @@ def _plain_worker(worker: WorkerState) -> str:
 
 def _left(progress: Progress) -> str:
     left_s = progress.seconds_left()
-    return f"about {clock(left_s)} left" if left_s is not None else "time left unknown"
+    return f"about {clock(left_s)} left" if left_s is not None else "warming up"
 
 
 def _ready(depth: QueueDepth | None) -> str:
