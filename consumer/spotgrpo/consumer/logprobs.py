@@ -3,7 +3,7 @@
 Hidden states are computed for the whole micro-batch; only those that predict a completion token go through the
 output head, in chunks that the backward pass computes again.
 
-Shape suffixes: B rows, T tokens of a row, N predicted tokens, D hidden size, V vocabulary.
+Shape suffixes: B rows, T tokens of a row, M tokens that predict, N predicted tokens, D hidden size, V vocabulary.
 """
 
 # ruff: noqa: N803, N806, N815  (shape suffixes: the legend is above)
@@ -20,15 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from spotgrpo.consumer.packing import (
-    PADDING,
-    Float32Array,
-    MicroBatch,
-    PromptSamples,
-    Sample,
-    allowed,
-    pack,
-)
+from spotgrpo.consumer.packing import Float32Array, MicroBatch, Sample, allowed, pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +31,7 @@ CHUNK_ELEMENTS = 1 << 25
 """Logits that are held at once: 128 MiB of float32."""
 EXACT = 1e-3
 """Largest difference in float32 logprobs that two layouts of the same tokens may show."""
+ALWAYS = 1e9
 NOISE = 0.1
 """In half precision: largest part of what an ignored mask would do that may be rounding."""
 
@@ -67,43 +60,57 @@ def output_head(model: PreTrainedModel) -> Head:
 
 
 def token_scores(
-    head: Head, hidden_ND: Tensor, target_N: Tensor, temperature: float
+    head: Head, hidden_MD: Tensor, row_N: Tensor, target_N: Tensor, temperature: float
 ) -> TokenScores:
-    """Log-softmax(head(h) / temperature)[target] for each of N hidden states.
+    """Log-softmax(head(h[row]) / temperature)[target] for each of N pairs of a hidden state and a token.
 
-    Exact to float32: chunking changes no row. One chunk is held in memory; more are computed again in backward.
+    A hidden state that predicts several tokens goes through the head once. Exact to float32: chunking changes
+    nothing. One chunk is held in memory; more are computed again in backward.
     """
-    width = head(hidden_ND[:1].detach()).shape[-1]
-    size = max(1, CHUNK_ELEMENTS // width)
+    size = max(1, CHUNK_ELEMENTS // head(hidden_MD[:1].detach()).shape[-1])
 
-    def chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(hidden: Tensor, row: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden) / temperature
         total = torch.logsumexp(logits, dim=-1)
-        logprobs = logits.gather(-1, target[:, None])[:, 0] - total
         with torch.no_grad():
-            plain = logits.detach()
-            entropy = total - (torch.softmax(plain, dim=-1) * plain).sum(-1)
-        return logprobs, entropy.detach()
+            entropy = total - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+        return logits[row, target] - total[row], entropy[row]
 
-    if len(target_N) <= size:
-        return TokenScores(*chunk(hidden_ND, target_N))
-    parts = [
-        checkpoint(chunk, hidden, target, use_reentrant=False)
-        for hidden, target in zip(_chunks(hidden_ND, size), _chunks(target_N, size), strict=True)
-    ]
-    return TokenScores(
-        torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    if len(hidden_MD) <= size:
+        return TokenScores(*chunk(hidden_MD, row_N, target_N))
+    order = torch.argsort(row_N, stable=True)
+    row_N, target_N = row_N[order], target_N[order]
+    parts = []
+    for start in range(0, len(hidden_MD), size):
+        mine = slice(
+            *torch.searchsorted(row_N, torch.tensor([start, start + size]).to(row_N)).tolist()
+        )
+        here = (hidden_MD[start : start + size], row_N[mine] - start, target_N[mine])
+        parts.append(checkpoint(chunk, *here, use_reentrant=False))
+    back = torch.argsort(order)
+    logprobs, entropy = (torch.cat(values)[back] for values in zip(*parts, strict=True))
+    return TokenScores(logprobs, entropy)
+
+
+def batch_scores(
+    model: PreTrainedModel, batch: MicroBatch, temperature: float, *, heed_mask: bool = True
+) -> TokenScores:
+    """Scores of every completion token of ``batch``, in its order, at ``temperature``.
+
+    ``heed_mask`` False attends as a model would that ignores the mask of a tree.
+    """
+    device = model.device
+    ids, positions, source_N, target_N = (
+        torch.from_numpy(array).to(device)
+        for array in (batch.input_ids_BT, batch.position_ids_BT, batch.source_N, batch.target_N)
     )
-
-
-def batch_scores(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> TokenScores:
-    """Scores of every completion token of ``batch``, in its order, at ``temperature``."""
-    hidden_BTD = _hidden(model, batch, _mask(batch, model.device, model.dtype))
-    source_N = torch.from_numpy(batch.source_N).to(model.device)
-    target_N = torch.from_numpy(batch.target_N).to(model.device)
-    return token_scores(
-        output_head(model), hidden_BTD.flatten(0, 1)[source_N], target_N, temperature
+    mask = _mask(batch, device, model.dtype, tree=batch.is_tree and heed_mask)
+    output = model.base_model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
     )
+    rows, row_N = torch.unique(source_N, return_inverse=True)
+    hidden_MD = output.last_hidden_state.flatten(0, 1)[rows]
+    return token_scores(output_head(model), hidden_MD, row_N, target_N, temperature)
 
 
 def per_sample(batch: MicroBatch, values_N: Tensor) -> dict[int, Float32Array]:
@@ -113,10 +120,10 @@ def per_sample(batch: MicroBatch, values_N: Tensor) -> dict[int, Float32Array]:
 
 
 def shares_prompts(model: PreTrainedModel, context: int) -> bool:
-    """Whether this model heeds a mask that lets completions share one prompt in a row.
+    """Whether this model heeds a mask that lets sequences share a prefix in a row.
 
-    Decided by trying: two groups in one row against each sequence in a row of its own. In half precision, where
-    layouts differ by rounding, the difference is held against what ignoring the mask would do.
+    Decided by trying: two prompts and five completions in one row against each sequence in a row of its own. In
+    half precision, where layouts differ by rounding, the difference is held against what ignoring the mask would do.
 
     Args:
         model: the base, on its device.
@@ -124,23 +131,22 @@ def shares_prompts(model: PreTrainedModel, context: int) -> bool:
     """
     if not _windows_hold(model, context):
         return False
-    groups = _trial_groups(model.config.get_text_config().vocab_size)
-    plain = _trial_logprobs(model, groups, share=False, heed_mask=True)
+    plain = _trial(model, share_worth=0.0)
     try:
-        shared = _trial_logprobs(model, groups, share=True, heed_mask=True)
+        shared = _trial(model, share_worth=ALWAYS)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False  # an attention kernel that takes no such mask says so in its own way
     difference = float(np.abs(shared - plain).max())
     if model.dtype == torch.float32:
         return difference <= EXACT
-    ignored = _trial_logprobs(model, groups, share=True, heed_mask=False)
+    ignored = _trial(model, share_worth=ALWAYS, heed_mask=False)
     return difference <= NOISE * float(np.abs(ignored - plain).max())
 
 
 def head_is_faithful(model: PreTrainedModel) -> bool:
     """Whether ``output_head`` gives the logits that the model's own forward gives."""
-    token_ids = _trial_groups(model.config.get_text_config().vocab_size)[0].prompt_ids
-    ids = torch.from_numpy(token_ids.astype(np.int64))[None].to(model.device)
+    sample = _trial_samples(model.config.get_text_config().vocab_size)[0]
+    ids = torch.from_numpy(sample.input_ids().astype(np.int64))[None].to(model.device)
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits.float()
         ours = output_head(model)(
@@ -150,25 +156,10 @@ def head_is_faithful(model: PreTrainedModel) -> bool:
     return bool((own - ours).abs().max() <= tolerance * (1.0 + own.abs().max()))
 
 
-def _chunks(values: Tensor, size: int) -> list[Tensor]:
-    return [values[start : start + size] for start in range(0, len(values), size)]
-
-
-def _hidden(model: PreTrainedModel, batch: MicroBatch, mask: Tensor) -> Tensor:
-    """Last hidden states [B, T, D]."""
-    ids = torch.from_numpy(batch.input_ids_BT).to(model.device)
-    positions = torch.from_numpy(batch.position_ids_BT).to(model.device)
-    output = model.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-    )
-    hidden: Tensor = output.last_hidden_state
-    return hidden
-
-
-def _mask(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, T], added to attention scores, where rows are shared; else [B, T], 1 where there is a token."""
-    if not batch.shared:
-        return torch.from_numpy((batch.group_BT != PADDING).astype(np.int64)).to(device)
+def _mask(batch: MicroBatch, device: torch.device, dtype: torch.dtype, *, tree: bool) -> Tensor:
+    """[B, 1, T, T], added to attention scores, for trees; else [B, T], 1 where there is a token."""
+    if not tree:
+        return torch.from_numpy((batch.end_BT > 0).astype(np.int64)).to(device)
     seen = torch.from_numpy(allowed(batch)).to(device)[:, None]
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(
         ~seen, torch.finfo(dtype).min
@@ -184,36 +175,28 @@ def _windows_hold(model: PreTrainedModel, context: int) -> bool:
     return all(window is None or window >= context for window in windows)
 
 
-def _trial_groups(vocabulary: int) -> list[PromptSamples]:
+def _trial_samples(vocabulary: int) -> list[Sample]:
+    """Two prompts with three and two completions."""
     random = np.random.default_rng(0)
 
     def tokens(count: int) -> npt.NDArray[np.int32]:
         return random.integers(0, vocabulary, count, dtype=np.int32)
 
-    def sample(index: int, count: int) -> Sample:
+    def sample(index: int, prompt: npt.NDArray[np.int32], count: int) -> Sample:
         zeros = np.zeros(count, dtype=np.float32)
-        return Sample(index, tokens(count), zeros, np.ones(count, dtype=np.bool_), advantage=0.0)
+        return Sample(index, prompt, tokens(count), zeros, zeros == 0.0, advantage=0.0)
 
-    shapes = [(9, (6, 4, 5)), (5, (3, 7))]
-    index = iter(range(8))
-    return [
-        PromptSamples(tokens(prompt), tuple(sample(next(index), count) for count in counts))
-        for prompt, counts in shapes
-    ]
+    prompts = [tokens(9), tokens(5)]
+    shapes = [(0, 6), (0, 4), (0, 5), (1, 3), (1, 7)]
+    return [sample(i, prompts[which], count) for i, (which, count) in enumerate(shapes)]
 
 
-def _trial_logprobs(
-    model: PreTrainedModel, groups: list[PromptSamples], *, share: bool, heed_mask: bool
-) -> Float32Array:
+def _trial(model: PreTrainedModel, *, share_worth: float, heed_mask: bool = True) -> Float32Array:
+    """Logprobs of the trial samples, in their order; all in one row where sharing is worth anything."""
     found: dict[int, Float32Array] = {}
+    samples = _trial_samples(model.config.get_text_config().vocab_size)
     with torch.no_grad():
-        for batch in pack(groups, 64, share_prompts=share).batches:
-            mask = _mask(batch, model.device, model.dtype)
-            if not heed_mask:
-                mask = torch.ones(batch.input_ids_BT.shape, dtype=torch.long, device=model.device)
-            hidden = _hidden(model, batch, mask).flatten(0, 1)
-            source = torch.from_numpy(batch.source_N).to(model.device)
-            target = torch.from_numpy(batch.target_N).to(model.device)
-            scores = token_scores(output_head(model), hidden[source], target, 1.0)
+        for batch in pack(samples, 1024, share_worth=share_worth).batches:
+            scores = batch_scores(model, batch, 1.0, heed_mask=heed_mask)
             found |= per_sample(batch, scores.logprobs_N)
     return np.concatenate([found[index] for index in sorted(found)])

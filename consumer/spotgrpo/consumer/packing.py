@@ -1,8 +1,10 @@
-"""Groups laid out as micro-batches of tokens. Pure numpy: which token stands where, sees what and is trained how.
+"""Sequences laid out as micro-batches of tokens. Pure numpy: which token stands where, sees what and is trained how.
 
-A row may hold a group with its prompt stored once: completion tokens see the prompt and their own past, never
-each other, so that a group of G costs one prompt and G completions. Where a model cannot do that, every sequence
-gets a row of its own. The gradient of a step is the same however it was packed (up to rounding).
+A row holds a tree: a prefix that several sequences have in common (the prompt of a group, a system prompt, the
+first tokens of equal answers) is stored once, and each token sees only the tokens before it in its own sequence.
+Rows are in depth-first order, so a token's descendants stand right behind it and one integer, where they end, says
+who sees it. Where a model cannot do that, every sequence gets a row of its own. The gradient of a step is the same
+however it was packed (up to rounding).
 
 Shape suffixes: B rows, T tokens of a row, N predicted (completion) tokens of the micro-batch.
 """
@@ -12,45 +14,43 @@ Shape suffixes: B rows, T tokens of a row, N predicted (completion) tokens of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 LONGEST_SHARED_ROW = 4096
-"""Rows that share prompts need a dense T × T mask; longer ones would pay more for it than they save."""
-PADDING = -1
+"""Rows that are trees need a dense T × T mask; longer ones would pay more for it than they save."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One completion to be trained; ``index`` is the caller's, to find it again.
+    """A prompt with one completion to be trained; ``index`` is the caller's, to find it again.
 
     Attributes:
-        token_ids: int32 [n] completion tokens.
+        prompt_ids: int32, at least one token.
+        token_ids: int32 [n] completion tokens, at least one.
         behaviour: float32 [n] behaviour logprobs.
         mask: bool [n], True where a token is trained.
         advantage: of the whole completion.
     """
 
     index: int
-    token_ids: npt.NDArray[np.int32]
+    prompt_ids: Int32Array
+    token_ids: Int32Array
     behaviour: Float32Array
     mask: BoolArray
     advantage: float
 
-
-@dataclass(frozen=True, eq=False)
-class PromptSamples:
-    """A prompt (int32, at least one token) and its completions."""
-
-    prompt_ids: npt.NDArray[np.int32]
-    samples: tuple[Sample, ...]
+    def input_ids(self) -> Int32Array:
+        """What goes through the model: nothing has to follow the last token."""
+        return np.concatenate([self.prompt_ids, self.token_ids[:-1]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +60,10 @@ class MicroBatch:
     Attributes:
         input_ids_BT: token ids; 0 at padding.
         position_ids_BT: place of each token in its own sequence.
-        group_BT: number of the group in its row; PADDING at padding.
-        segment_BT: 0 for prompt tokens, k for those of the group's k-th completion in this row.
-        shared: True where a row holds more than one sequence, so that ``allowed`` has to become the mask;
-            False: plain right-padded sequences, for which causal attention is right as it is.
-        source_N: index into the flattened [B·T] of the token that predicts each target.
+        end_BT: a token is seen by those from itself up to (not including) this place of its row; 0 at padding.
+        is_tree: True where a row is more than one plain sequence, so that ``allowed`` has to become the mask;
+            False: right-padded sequences, for which causal attention is right as it is.
+        source_N: index into the flattened [B·T] of the token that predicts each target; several may have the same.
         target_N: id of the predicted token.
         behaviour_N, advantage_N, mask_N: of the predicted token.
         owner_N: ``Sample.index`` it belongs to; tokens of a sample stand together and in order.
@@ -72,9 +71,8 @@ class MicroBatch:
 
     input_ids_BT: Int64Array
     position_ids_BT: Int64Array
-    group_BT: Int64Array
-    segment_BT: Int64Array
-    shared: bool
+    end_BT: Int64Array
+    is_tree: bool
     source_N: Int64Array
     target_N: Int64Array
     behaviour_N: Float32Array
@@ -84,24 +82,13 @@ class MicroBatch:
 
     @property
     def rows(self) -> int:
+        """B."""
         return int(self.input_ids_BT.shape[0])
 
     @property
     def filled_tokens(self) -> int:
         """Tokens that are not padding."""
-        return int((self.group_BT != PADDING).sum())
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A prompt with as many of its completions as go into one row."""
-
-    prompt_ids: npt.NDArray[np.int32]
-    samples: tuple[Sample, ...]
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + sum(_extra(sample) for sample in self.samples)
+        return int((self.end_BT > 0).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,132 +99,158 @@ class Packed:
     over_budget: int
 
 
-def pack(
-    groups: Sequence[PromptSamples], token_budget: int, *, share_prompts: bool = True
-) -> Packed:
-    """Lay ``groups`` out in micro-batches of at most ``token_budget`` tokens, padding included.
+@dataclass
+class _Tree:
+    """Sequences in lexicographic order, as tokens in depth-first order. Grows by ``add``."""
 
-    Longest first, first fit; rows of a micro-batch are as long as its longest piece. A group that is bigger than
-    the budget is split by completions (its prompt repeated); a single sequence over the budget runs alone.
+    samples: list[Sample] = field(default_factory=list)
+    paths: list[Int64Array] = field(default_factory=list)
+    """For each sample, where in the row the tokens of its sequence stand."""
+    fresh: list[Int32Array] = field(default_factory=list)
+    ends: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    size: int = 0
+    last: Int32Array = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+    def add(self, sample: Sample, ids: Int32Array, common: int) -> None:
+        """Add a sequence whose first ``common`` tokens are those of the sequence added last."""
+        grown = np.arange(self.size, self.size + len(ids) - common, dtype=np.int64)
+        before = self.paths[-1] if self.paths else grown[:0]
+        self.ends = np.concatenate([self.ends, np.full(len(grown), self.size + len(grown))])
+        path = np.concatenate([before[:common], grown])
+        self.ends[path] = self.size + len(
+            grown
+        )  # the shared tokens are seen further; the others' ends stand
+        self.samples.append(sample)
+        self.paths.append(path)
+        self.fresh.append(ids[common:])
+        self.size += len(grown)
+        self.last = ids
+
+    @property
+    def is_chain(self) -> bool:
+        return bool((self.ends == self.size).all())
+
+
+def pack(samples: Sequence[Sample], token_budget: int, *, share_worth: float) -> Packed:
+    """Lay ``samples`` out in micro-batches of at most ``token_budget`` tokens, padding included.
+
+    Sequences join a row in lexicographic order, so that common prefixes meet, as long as what sharing saves in
+    linear layers is more than what the longer row costs in attention, which is computed for the whole T × T. Rows
+    are then filled up and put together, longest first. A single sequence over the budget runs alone.
+
+    Args:
+        samples: in any order; the layout is a function of them alone.
+        token_budget: tokens of a micro-batch.
+        share_worth: pairs of attention that cost as much as one token's linear layers, about 6 × hidden size
+            (2 · 12·L·d² against 4·L·d multiplications). 0: no sharing, each sequence has its own row.
 
     Raises:
         ValueError: an empty prompt or completion: nothing would predict its first token.
     """
-    longest = min(token_budget, LONGEST_SHARED_ROW) if share_prompts else 0
-    pieces = [piece for group in groups for piece in _split(group, longest)]
-    pieces.sort(
-        key=lambda piece: -piece.length
-    )  # stable: the layout is a function of the groups alone
-    batches = tuple(_lay_out(rows) for rows in _micro_batches(pieces, token_budget, share_prompts))
-    return Packed(batches, sum(piece.length > token_budget for piece in pieces))
+    if any(not len(sample.prompt_ids) or not len(sample.token_ids) for sample in samples):
+        raise ValueError("a prompt and its completion must have at least one token each")
+    trees = _grow(samples, min(token_budget, LONGEST_SHARED_ROW), share_worth)
+    trees.sort(key=lambda tree: -tree.size)
+    batches = _micro_batches(trees, token_budget, fill_up=share_worth > 0)
+    return Packed(
+        batches=tuple(_lay_out(rows) for rows in batches),
+        over_budget=sum(tree.size > token_budget for tree in trees),
+    )
 
 
 def allowed(batch: MicroBatch) -> BoolArray:
     """Bool [B, T, T]: may the token at (row, query) see the one at (row, key)?
 
-    Earlier in the row, of the same group, and of the prompt or of the same completion. Padding sees itself, since
-    a softmax over nothing is not a number.
+    Padding sees itself, since a softmax over nothing is not a number.
     """
-    group, segment = batch.group_BT, batch.segment_BT
-    length = group.shape[1]
-    causal = np.tri(length, dtype=np.bool_)
-    same_group = group[:, :, None] == group[:, None, :]
-    prompt_or_own = (segment[:, None, :] == 0) | (segment[:, :, None] == segment[:, None, :])
-    seen: BoolArray = causal & same_group & prompt_or_own
-    return seen
+    place = np.arange(batch.end_BT.shape[1])
+    causal = place[None, :] <= place[:, None]
+    seen: BoolArray = causal & (place[None, :, None] < batch.end_BT[:, None, :])
+    return seen | np.eye(len(place), dtype=np.bool_)
 
 
-def _extra(sample: Sample) -> int:
-    """Tokens a completion adds to a row: nothing has to follow its last token."""
-    return len(sample.token_ids) - 1
+def _grow(samples: Sequence[Sample], longest: int, share_worth: float) -> list[_Tree]:
+    sequences = [(sample.input_ids(), sample) for sample in samples]
+    # Big-endian bytes sort as the numbers do.
+    sequences.sort(key=lambda pair: (pair[0].astype(">u4").tobytes(), pair[1].index))
+    trees: list[_Tree] = []
+    for ids, sample in sequences:
+        common = _common_prefix(trees[-1].last, ids) if trees else 0
+        fresh = len(ids) - common
+        if not trees or not _joins(trees[-1].size, common, fresh, longest, share_worth):
+            trees.append(_Tree())
+            common = 0
+        trees[-1].add(sample, ids, common)
+    return trees
 
 
-def _split(group: PromptSamples, longest: int) -> list[Piece]:
-    """Pieces of at most ``longest`` tokens, or of a single completion where even that is over it."""
-    prompt = group.prompt_ids
-    if not len(prompt) or any(not len(sample.token_ids) for sample in group.samples):
-        raise ValueError("a prompt and its completions must have at least one token each")
-    pieces: list[Piece] = []
-    held: list[Sample] = []
-    length = len(prompt)
-    for sample in group.samples:
-        if held and length + _extra(sample) > longest:
-            pieces.append(Piece(prompt, tuple(held)))
-            held, length = [], len(prompt)
-        held.append(sample)
-        length += _extra(sample)
-    return [*pieces, Piece(prompt, tuple(held))] if held else pieces
+def _joins(size: int, common: int, fresh: int, longest: int, share_worth: float) -> bool:
+    """Whether a sequence should join a row of ``size`` tokens of which it has ``common`` and would add ``fresh``."""
+    if fresh == 0:
+        return True
+    # (size + fresh)² pairs in one row, against size² and (common + fresh)² in two.
+    pairs = (size + fresh) ** 2 - size**2 - (common + fresh) ** 2
+    return size + fresh <= longest and common * share_worth > max(pairs, 0)
 
 
-Row: TypeAlias = list[Piece]
+def _common_prefix(left: Int32Array, right: Int32Array) -> int:
+    shorter = min(len(left), len(right))
+    differ = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(differ[0]) if len(differ) else shorter
 
 
-def _micro_batches(pieces: Iterable[Piece], budget: int, share: bool) -> list[list[Row]]:
-    """Rows by first fit; ``pieces`` come longest first, so a micro-batch's first one sets its row length."""
-    batches: list[list[Row]] = []
-    for piece in pieces:
-        if not any(_place(batch, piece, budget, share) for batch in batches):
-            batches.append([[piece]])
+_Row: TypeAlias = list[_Tree]
+
+
+def _micro_batches(trees: Iterable[_Tree], budget: int, *, fill_up: bool) -> list[list[_Row]]:
+    """Rows by first fit; ``trees`` come longest first, so a micro-batch's first one sets its row length."""
+    batches: list[list[_Row]] = []
+    for tree in trees:
+        if not any(_place(batch, tree, budget, fill_up=fill_up) for batch in batches):
+            batches.append([[tree]])
     return batches
 
 
-def _place(batch: list[Row], piece: Piece, budget: int, share: bool) -> bool:
-    """Put ``piece`` into a row with room, or into a new row where the budget allows one."""
-    width = batch[0][0].length
-    if share:
+def _place(batch: list[_Row], tree: _Tree, budget: int, *, fill_up: bool) -> bool:
+    """Put ``tree`` into a row with room, or into a new row where the budget allows one."""
+    width = batch[0][0].size
+    if fill_up:  # the room is paid for, padded or not
         for row in batch:
-            if sum(held.length for held in row) + piece.length <= width:
-                row.append(piece)
+            if sum(held.size for held in row) + tree.size <= width:
+                row.append(tree)
                 return True
     if (len(batch) + 1) * width <= budget:
-        batch.append([piece])
+        batch.append([tree])
         return True
     return False
 
 
-def _lay_out(rows: list[Row]) -> MicroBatch:
-    shape = (len(rows), max(sum(piece.length for piece in row) for row in rows))
-    ids, positions, segments = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    groups = np.full(shape, PADDING, dtype=np.int64)
+def _lay_out(rows: list[_Row]) -> MicroBatch:
+    width = max(sum(tree.size for tree in row) for row in rows)
+    ids, positions, ends = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(3))
     sources: list[Int64Array] = []
     samples: list[Sample] = []
     for number, row in enumerate(rows):
         at = 0
-        for group, piece in enumerate(row):
-            here = slice(at, at + piece.length)
-            groups[number, here] = group
-            ids[number, here], positions[number, here], segments[number, here], found = _flatten(
-                piece
-            )
-            sources += [source + number * shape[1] + at for source in found]
-            samples += piece.samples
-            at += piece.length
+        for tree in row:
+            here = slice(at, at + tree.size)
+            ids[number, here] = np.concatenate(tree.fresh)
+            ends[number, here] = tree.ends + at
+            for path, sample in zip(tree.paths, tree.samples, strict=True):
+                positions[number, path + at] = np.arange(len(path))
+                sources.append(path[len(sample.prompt_ids) - 1 :] + number * width + at)
+            samples += tree.samples
+            at += tree.size
     sizes = [len(sample.token_ids) for sample in samples]
     return MicroBatch(
         input_ids_BT=ids,
         position_ids_BT=positions,
-        group_BT=groups,
-        segment_BT=segments,
-        shared=any(sum(len(piece.samples) for piece in row) > 1 for row in rows),
+        end_BT=ends,
+        is_tree=any(len(row) > 1 or not row[0].is_chain for row in rows),
         source_N=np.concatenate(sources),
         target_N=np.concatenate([sample.token_ids for sample in samples]).astype(np.int64),
-        behaviour_N=np.concatenate([sample.behaviour for sample in samples]).astype(np.float32),
-        advantage_N=np.repeat([sample.advantage for sample in samples], sizes).astype(np.float32),
+        behaviour_N=np.concatenate([s.behaviour for s in samples]).astype(np.float32),
+        advantage_N=np.repeat([s.advantage for s in samples], sizes).astype(np.float32),
         mask_N=np.concatenate([sample.mask for sample in samples]).astype(np.bool_),
         owner_N=np.repeat([sample.index for sample in samples], sizes).astype(np.int64),
     )
-
-
-def _flatten(piece: Piece) -> tuple[Int64Array, Int64Array, Int64Array, list[Int64Array]]:
-    """Ids, positions and segments of a piece, and for each completion where its predicting tokens stand."""
-    prompt = len(piece.prompt_ids)
-    ids = [piece.prompt_ids, *(sample.token_ids[:-1] for sample in piece.samples)]
-    sizes = [prompt, *(_extra(sample) for sample in piece.samples)]
-    positions = [np.arange(prompt), *(np.arange(prompt, prompt + size) for size in sizes[1:])]
-    starts = np.cumsum([0, *sizes])[1:-1]
-    sources = [
-        np.concatenate([[prompt - 1], np.arange(start, start + size)]).astype(np.int64)
-        for start, size in zip(starts, sizes[1:], strict=True)
-    ]
-    segments = np.repeat(np.arange(len(sizes)), sizes)
-    return np.concatenate(ids).astype(np.int64), np.concatenate(positions), segments, sources

@@ -14,7 +14,7 @@ def make_probe(trainer: Trainer) -> Probe:
     """Logprobs at temperature 1 of the trainer's version and of its base, on the end of what it trained last.
 
     For version 0 both are equal, so that an engine can only call the probe inconclusive. Two forward passes of at
-    most 64 tokens.
+    most 32 tokens.
     """
     token_ids = trainer.probe_ids
     return Probe(

@@ -28,7 +28,7 @@ from spotgrpo.consumer.model import (
     max_context,
     resolve_device,
 )
-from spotgrpo.consumer.packing import Float32Array, MicroBatch, PromptSamples, Sample, pack
+from spotgrpo.consumer.packing import Float32Array, MicroBatch, Packed, Sample, pack
 from spotgrpo.consumer.probe import make_probe
 from spotgrpo.consumer.schedule import learning_rate
 from spotgrpo.consumer.trainer_state import Counters, pack_state, unpack_state
@@ -39,8 +39,8 @@ from spotgrpo.shared.wire import Group, Rollout
 
 log = logging.getLogger(__name__)
 
-PROBE_TOKENS = 64
-FIRST_PROBE_IDS = tuple(range(2, 34))
+PROBE_TOKENS = 32
+FIRST_PROBE_IDS = tuple(range(2, 2 + PROBE_TOKENS))
 """Probe of a version that has trained nothing yet; it is the base on any tokens."""
 HALF_SCALE = 1024.0
 """float16 gradients are computed this much bigger, so that small ones do not vanish."""
@@ -115,7 +115,7 @@ class Trainer:
         self._temperature = temperature
         self._base = load_base(model_config, resolve_device(train_config.device))
         self.max_context = max_context(self._base, model_config)
-        self._share_prompts = self._try_the_model(model_config.name)
+        self._shares_prompts = self._try_the_model(model_config.name)
         self._adapted = add_lora(self._base, lora_config, seed)
         if train_config.gradient_checkpointing:
             checkpoint_gradients(self._base)
@@ -160,7 +160,7 @@ class Trainer:
     @property
     def shares_prompts(self) -> bool:
         """True where rows hold a prompt once for all its completions."""
-        return self._share_prompts
+        return self._shares_prompts
 
     def step(self, groups: Sequence[Group]) -> StepStats:
         """Take one optimizer step on ``groups`` and make the next version.
@@ -170,11 +170,7 @@ class Trainer:
         """
         started = time.monotonic()
         advantages = [self._advantages(group) for group in groups]
-        packed = pack(
-            _samples(groups, advantages),
-            self._config.token_budget,
-            share_prompts=self._share_prompts,
-        )
+        packed = self._pack(_samples(groups, advantages))
         trained = sum(int(batch.mask_N.sum()) for batch in packed.batches)
         rate = learning_rate(self.steps_done, self._config)
         total = _Totals()
@@ -241,8 +237,8 @@ class Trainer:
 
     def logprobs(self, group: Group) -> list[Float32Array]:
         """Current logprobs at the sampling temperature of each rollout's tokens, float32."""
-        samples = tuple(_sample(i, rollout, 0.0) for i, rollout in enumerate(group.rollouts))
-        found = self._score([PromptSamples(group.prompt_ids, samples)], self._temperature)
+        samples = [_sample(i, group, rollout, 0.0) for i, rollout in enumerate(group.rollouts)]
+        found = self._score(samples, self._temperature)
         return [found[index] for index in range(len(samples))]
 
     def sequence_logprobs(self, token_ids: Sequence[int], *, adapter: bool) -> Float32Array:
@@ -252,12 +248,11 @@ class Trainer:
         """
         ids = np.asarray(token_ids, dtype=np.int32)
         blank = np.zeros(len(ids) - 1, dtype=np.float32)
-        sample = Sample(0, ids[1:], blank, blank > 0.0, advantage=0.0)
-        prompt = [PromptSamples(ids[:1], (sample,))]
+        sample = Sample(0, ids[:1], ids[1:], blank, blank > 0.0, advantage=0.0)
         if adapter:
-            return self._score(prompt, 1.0)[0]
+            return self._score([sample], 1.0)[0]
         with self._adapted.disable_adapter():
-            return self._score(prompt, 1.0)[0]
+            return self._score([sample], 1.0)[0]
 
     def _try_the_model(self, name: str) -> bool:
         if not head_is_faithful(self._base):
@@ -277,14 +272,15 @@ class Trainer:
     def _advantages(self, group: Group) -> Advantages:
         return group_advantages([r.reward for r in group.rollouts], self._config.advantage_scale)
 
-    def _score(
-        self, groups: Sequence[PromptSamples], temperature: float
-    ) -> dict[int, Float32Array]:
+    def _pack(self, samples: Sequence[Sample]) -> Packed:
+        width: int = self._base.config.get_text_config().hidden_size
+        worth = 6.0 * width if self._shares_prompts else 0.0
+        return pack(samples, self._config.token_budget, share_worth=worth)
+
+    def _score(self, samples: Sequence[Sample], temperature: float) -> dict[int, Float32Array]:
         found: dict[int, Float32Array] = {}
         with torch.no_grad():
-            for batch in pack(
-                groups, self._config.token_budget, share_prompts=self._share_prompts
-            ).batches:
+            for batch in self._pack(samples).batches:
                 found |= per_sample(batch, batch_scores(self._base, batch, temperature).logprobs_N)
         return found
 
@@ -351,19 +347,18 @@ class _Totals:
         self.entropy += float(entropy)
 
 
-def _sample(index: int, rollout: Rollout, advantage: float) -> Sample:
-    return Sample(index, rollout.token_ids, rollout.logprobs, rollout.loss_mask, advantage)
+def _sample(index: int, group: Group, rollout: Rollout, advantage: float) -> Sample:
+    return Sample(
+        index, group.prompt_ids, rollout.token_ids, rollout.logprobs, rollout.loss_mask, advantage
+    )
 
 
-def _samples(groups: Sequence[Group], advantages: Sequence[Advantages]) -> list[PromptSamples]:
+def _samples(groups: Sequence[Group], advantages: Sequence[Advantages]) -> list[Sample]:
     """What is trained: scored rollouts with at least one unmasked token, of groups with signal."""
-    found = []
-    for group, values in zip(groups, advantages, strict=True):
-        kept = tuple(
-            _sample(index, rollout, float(values.values[index]))
-            for index, rollout in enumerate(group.rollouts)
-            if values.has_signal and values.used[index] and rollout.loss_mask.any()
-        )
-        if kept:
-            found.append(PromptSamples(group.prompt_ids, kept))
-    return found
+    kept = [
+        (group, rollout, float(values.values[place]))
+        for group, values in zip(groups, advantages, strict=True)
+        for place, rollout in enumerate(group.rollouts)
+        if values.has_signal and values.used[place] and rollout.loss_mask.any()
+    ]
+    return [_sample(index, *entry) for index, entry in enumerate(kept)]
