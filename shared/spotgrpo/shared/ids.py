@@ -37,10 +37,12 @@ class TaskId:
 
     @classmethod
     def parse(cls, text: str) -> TaskId:
-        match = re.fullmatch(r"(\d{8,12})\.(\d{1,4})", text)
-        if not match or int(match[2]) < 1:
+        match = re.fullmatch(r"([0-9]{8,12})\.([0-9]{1,4})", text)
+        found = cls(int(match[1]), int(match[2])) if match else None
+        # One task has one spelling: the broker, the bucket and the ledger compare names.
+        if found is None or found.attempt < 1 or str(found) != text:
             raise WireError(f"task id {text[:60]!r} is not <index>.<attempt>")
-        return cls(int(match[1]), int(match[2]))
+        return found
 
     def next_attempt(self) -> TaskId:
         return TaskId(self.index, self.attempt + 1)
@@ -62,10 +64,11 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        match = re.fullmatch(r"v(\d{8,12})\.e(\d{4,9})", text)
-        if not match:
+        match = re.fullmatch(r"v([0-9]{8,12})\.e([0-9]{4,9})", text)
+        found = cls(epoch=int(match[2]), number=int(match[1])) if match else None
+        if found is None or str(found) != text:
             raise WireError(f"policy version {text[:60]!r} is not v<number>.e<epoch>")
-        return cls(epoch=int(match[2]), number=int(match[1]))
+        return found
 
 
 @dataclass(frozen=True)

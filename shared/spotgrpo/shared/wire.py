@@ -5,14 +5,15 @@ schema, kind and payload, so that a body that was cut, flipped or forged by acci
 wrong number. Arrays are raw little-endian bytes with their dtype. Readers take schema N and N-1 and pass over
 optional payload fields they do not know.
 
-Nothing here allocates more than a small multiple of the body: sizes are checked before unpacking, and the number
-of containers while unpacking (an empty map is one byte on the wire and 72 in memory).
+Nothing here allocates more than a small multiple of the body: its size and its shape (``packed``) are checked before
+anything is unpacked.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from spotgrpo.shared.errors import WireError
 from spotgrpo.shared.ids import PolicyVersion, TaskId
+from spotgrpo.shared.packed import Limits, check_shape
 
 SCHEMA: Final = 1
 OLDEST_READABLE: Final = 1
@@ -31,14 +33,16 @@ MAX_MESSAGE_BYTES: Final = 8 << 20
 """Largest body that travels through the broker; bigger groups go by reference (claim check)."""
 MAX_OBJECT_BYTES: Final = 512 << 20
 """Largest packed object that is read from the bucket."""
-MAX_CONTAINERS: Final = 65_536
+OUTER: Final = Limits(items=32, containers=1)
+PAYLOAD: Final = Limits(items=1 << 20, containers=1 << 16)
 MAX_TOKENS: Final = 1 << 22
 MAX_GROUP_SIZE: Final = 4096
+SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Row: TypeAlias = dict[str, Json]
 Prompt: TypeAlias = "str | list[dict[str, Json]]"
 """What a data set's ``prompt`` column holds: text, or chat messages (``role``, ``content``)."""
@@ -168,19 +172,23 @@ class GroupRef:
 
 
 def pack_body(kind: str, payload: Mapping[str, Any], schema: int = SCHEMA) -> bytes:
-    """Wrap ``payload`` (msgpack types only) as a body of ``kind``."""
-    packed = msgpack.packb(payload, use_bin_type=True)
-    return cast(
-        bytes,
-        msgpack.packb(
-            {
-                "schema": schema,
-                "kind": kind,
-                "sha256": _digest(schema, kind, packed),
-                "payload": packed,
-            },
-            use_bin_type=True,
-        ),
+    """Wrap ``payload`` as a body of ``kind``.
+
+    Raises:
+        WireError: it holds something that msgpack cannot carry (a numpy scalar, an integer over 64 bits, …).
+    """
+    try:
+        packed = msgpack.packb(payload, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise WireError(f"a {kind} cannot be sent: {str(exc)[:200]}") from exc
+    return msgpack.packb(
+        {
+            "schema": schema,
+            "kind": kind,
+            "sha256": _digest(schema, kind, packed),
+            "payload": packed,
+        },
+        use_bin_type=True,
     )
 
 
@@ -192,7 +200,7 @@ def unpack_body(body: bytes, kind: str, max_bytes: int = MAX_OBJECT_BYTES) -> Fi
     """
     if len(body) > max_bytes:
         raise WireError(f"body of {len(body)} bytes is over the limit of {max_bytes}")
-    outer = Fields(_unpack(body, containers=1), "body")
+    outer = Fields(_unpack(body, OUTER), "body")
     schema = outer.integer("schema", low=0)
     if not OLDEST_READABLE <= schema <= SCHEMA:
         raise WireError(
@@ -206,7 +214,7 @@ def unpack_body(body: bytes, kind: str, max_bytes: int = MAX_OBJECT_BYTES) -> Fi
         raise WireError("body does not match its sha256")
     if set(outer.names) != {"schema", "kind", "sha256", "payload"}:
         raise WireError("body has fields beside schema, kind, sha256 and payload")
-    return Fields(_unpack(payload, containers=MAX_CONTAINERS), kind)
+    return Fields(_unpack(payload, PAYLOAD), kind)
 
 
 def _digest(schema: int, kind: str, payload: bytes) -> bytes:
@@ -215,46 +223,25 @@ def _digest(schema: int, kind: str, payload: bytes) -> bytes:
     return digest.digest()
 
 
-def _unpack(body: bytes, containers: int) -> Any:
-    left = containers
-
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise WireError(f"more than {containers} lists and maps in one body")
-
-    def as_list(items: list[Any]) -> list[Any]:
-        count()
-        return items
-
-    def as_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        count()
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise WireError("a map names a key twice")
-        return found
-
-    def no_extension(code: int, _data: bytes) -> Any:
-        raise WireError(f"msgpack extension type {code} is not allowed")
-
+def _unpack(body: bytes, limits: Limits) -> Any:
+    check_shape(body, limits)
     try:
-        return msgpack.unpackb(
-            body,
-            raw=False,
-            strict_map_key=True,
-            list_hook=as_list,
-            object_pairs_hook=as_map,
-            ext_hook=no_extension,
-            max_array_len=MAX_TOKENS,
-            max_map_len=MAX_CONTAINERS,
-        )
+        return msgpack.unpackb(body, raw=False, strict_map_key=True, object_pairs_hook=_as_map)
     except WireError:
         raise
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as exc:
+    except (ValueError, TypeError, msgpack.UnpackException, OverflowError) as exc:
         raise WireError(
             f"not a readable msgpack body: {type(exc).__name__}: {str(exc)[:120]}"
         ) from exc
+
+
+def _as_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise WireError("a map names a key twice")
+    if any(type(key) is not str for key in found):
+        raise WireError("a map has a key that is not text")
+    return found
 
 
 class Fields:
@@ -332,6 +319,18 @@ class Fields:
             )
         return values
 
+    def integers(self, name: str, longest: int, high: int = 2**63 - 1) -> list[int]:
+        values: list[int] = self.list_of(name, int, longest)
+        if any(not 0 <= value <= high for value in values):
+            raise WireError(f"{self._where}.{name} holds a number outside 0 to {high}")
+        return values
+
+    def digest(self, name: str) -> str:
+        value = self.text(name, longest=64)
+        if not SHA256.fullmatch(value):
+            raise WireError(f"{self._where}.{name} is not a sha256 in hex")
+        return value
+
     def json(self, name: str) -> Json:
         if name not in self._values:
             raise WireError(f"{self._where}.{name} is missing")
@@ -397,19 +396,19 @@ def read_sampling(fields: Fields) -> Sampling:
         max_new_tokens=fields.integer("max_new_tokens", low=1, high=MAX_TOKENS),
         temperature=temperature,
         stop=tuple(fields.list_of("stop", str, 64)),
-        stop_token_ids=tuple(fields.list_of("stop_token_ids", int, 256)),
+        stop_token_ids=tuple(fields.integers("stop_token_ids", 256, high=2**31 - 1)),
     )
 
 
 def encode_task(task: Task) -> bytes:
-    """``task`` as a message body."""
+    """``task`` as a message body, or WireError where its row holds what JSON cannot carry (NaN, a date)."""
     payload: dict[str, Any] = {
         "run": task.run,
         "task": str(task.task_id),
         "kind": task.kind,
         "prompt_ids": pack_array(np.asarray(task.prompt_ids), "int32"),
-        "prompt": task.prompt,
-        "row": task.row,
+        "prompt": check_json(task.prompt, "task.prompt"),
+        "row": check_json(task.row, "task.row"),
         "sampling": pack_sampling(task.sampling),
         "seeds": list(task.seeds),
         "min_version": task.min_version,
@@ -421,9 +420,9 @@ def encode_task(task: Task) -> bytes:
 def decode_task(body: bytes) -> Task:
     """The task in a message body, or WireError."""
     fields = unpack_body(body, "task", MAX_MESSAGE_BYTES)
-    seeds = fields.list_of("seeds", int, MAX_GROUP_SIZE)
-    if not seeds or any(not 0 <= seed < 2**63 for seed in seeds):
-        raise WireError("task.seeds must be 1 or more integers from 0 to 2**63-1")
+    seeds = fields.integers("seeds", MAX_GROUP_SIZE)
+    if not seeds:
+        raise WireError("a task without seeds asks for no rollouts")
     return Task(
         run=fields.text("run", longest=64),
         task_id=TaskId.parse(fields.text("task", longest=32)),
@@ -577,7 +576,7 @@ def decode_group_ref(body: bytes) -> GroupRef:
         run=fields.text("run", longest=64),
         task_id=TaskId.parse(fields.text("task", longest=32)),
         key=fields.text("key", longest=512),
-        sha256=fields.text("sha256", longest=64),
+        sha256=fields.digest("sha256"),
         size=fields.integer("size", low=1, high=MAX_OBJECT_BYTES),
     )
 
@@ -596,13 +595,12 @@ class Report:
 
 
 def encode_report(report: Report) -> bytes:
-    """``report`` as a message body."""
-    payload = {
-        "source": report.source,
-        "role": report.role,
-        "at": report.at,
-        "values": dict(report.values),
+    """``report`` as a message body. A number that is not finite becomes None: it must not hide the others."""
+    values = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in report.values.items()
     }
+    payload = {"source": report.source, "role": report.role, "at": report.at, "values": values}
     return pack_body("report", payload)
 
 
