@@ -45,9 +45,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with Proxy(rabbitmq.port) as proxy:
         url = rabbitmq.url.replace(f":{rabbitmq.port}/", f":{proxy.port}/")
         yield World(
-            lambda **settings: _keep(
-                made, RabbitMQBroker(BrokerConfig(url=url, **settings), run)
-            ),
+            lambda **settings: _keep(made, RabbitMQBroker(BrokerConfig(url=url, **settings), run)),
             proxy.cut,
         )
         _close(made)
@@ -68,7 +66,9 @@ def _keep(made: list[Any], broker: Any) -> Any:
 def _close(made: list[Any]) -> None:
     for broker in made:
         broker.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("spotgrpo-")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("spotgrpo-")
+    ]
 
 
 def publish(broker: Any, *bodies: bytes, queue: str | None = None) -> None:
@@ -128,7 +128,9 @@ def test_several_threads_may_publish_at_once_through_a_small_window(broker: Brok
 
     def send(name: int) -> None:
         for number in range(25):
-            publisher.publish(broker.queues.tasks, Message(b"%d.%d" % (name, number))).result(WAIT_S)
+            publisher.publish(broker.queues.tasks, Message(b"%d.%d" % (name, number))).result(
+                WAIT_S
+            )
 
     threads = [threading.Thread(target=send, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -161,7 +163,9 @@ def test_a_full_queue_holds_publishers_back_and_drops_nothing(world: World) -> N
         assert len(futures) < 20, "the queue never refused"
         futures.append(publisher.publish(broker.queues.rollouts, Message(b"%d" % len(futures))))
         until(lambda: publisher.blocked or futures[-1].done())
-    futures += [publisher.publish(broker.queues.rollouts, Message(b"late %d" % n)) for n in range(5)]
+    futures += [
+        publisher.publish(broker.queues.rollouts, Message(b"late %d" % n)) for n in range(5)
+    ]
     assert not any(future.done() for future in futures[-5:])
     consumer = broker.consumer(broker.queues.rollouts, 1)
     got = []
@@ -180,7 +184,9 @@ def test_publish_blocks_while_the_window_is_full(world: World) -> None:
     publisher = broker.publisher(window=2)
     for _ in range(2):
         publisher.publish(broker.queues.tasks, Message(b"held"))
-    third = threading.Thread(target=publisher.publish, args=(broker.queues.tasks, Message(b"third")))
+    third = threading.Thread(
+        target=publisher.publish, args=(broker.queues.tasks, Message(b"third"))
+    )
     third.start()
     third.join(BRIEFLY_S)
     assert third.is_alive()
@@ -261,7 +267,9 @@ def test_acking_twice_or_nonsense_harms_nothing(broker: Broker) -> None:
     assert take(consumer).handle.generation == first.handle.generation
 
 
-def test_a_requeued_delivery_comes_again_and_a_rejected_one_is_a_dead_letter(broker: Broker) -> None:
+def test_a_requeued_delivery_comes_again_and_a_rejected_one_is_a_dead_letter(
+    broker: Broker,
+) -> None:
     publish(broker, b"again", b"dead")
     consumer = broker.consumer(broker.queues.tasks, 1)
     consumer.reject(take(consumer).handle, requeue=True)
@@ -320,7 +328,9 @@ def test_a_closed_consumer_wakes_who_waits_for_it(broker: Broker) -> None:
 # ---- lost connections -------------------------------------------------------------------------------------------
 
 
-def test_a_cut_connection_voids_handles_and_brings_the_deliveries_back(broker: Broker, world: World) -> None:
+def test_a_cut_connection_voids_handles_and_brings_the_deliveries_back(
+    broker: Broker, world: World
+) -> None:
     publish(broker, b"1", b"2", b"3")
     consumer = broker.consumer(broker.queues.tasks, 8)
     old = take(consumer)
@@ -346,7 +356,9 @@ def test_publishing_goes_on_through_cut_connections(broker: Broker, world: World
     for number in range(120):
         if number % 40 == 20:
             world.cut()
-        futures.append(publisher.publish(broker.queues.tasks, Message(b"%d" % number, f"id-{number}")))
+        futures.append(
+            publisher.publish(broker.queues.tasks, Message(b"%d" % number, f"id-{number}"))
+        )
     for future in futures:
         future.result(WAIT_S)
     got = {take(consumer).message.message_id}

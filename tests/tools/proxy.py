@@ -101,7 +101,9 @@ class Proxy:
             self._pairs.append((client, server))
         ways = ((client, server, None), (server, client, _ConfirmFinder()))
         for source, target, finder in ways:
-            thread = threading.Thread(target=self._forward, args=(source, target, finder), daemon=True)
+            thread = threading.Thread(
+                target=self._forward, args=(source, target, finder), daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
