@@ -23,6 +23,9 @@ import pytest
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, StoreUnavailable
 from spotgrpo.shared.services import PrivateRabbitMQ, PrivateS3, processes, rabbitmq, seaweedfs
 
+# Several server starts in one test, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(300)
+
 OWNER = """
 import sys, time
 from pathlib import Path
