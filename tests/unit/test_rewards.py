@@ -190,6 +190,29 @@ def test_a_function_of_an_installed_module_is_found(tmp_path: Path) -> None:
     assert rewards.functions[0].code.call is json.dumps
 
 
+def test_a_function_that_changes_its_arguments_changes_neither_task_nor_others(
+    tmp_path: Path,
+) -> None:
+    rewards = resolve(
+        tmp_path,
+        """
+        def first(prompts, completions, entry):
+            prompts[0].clear()
+            entry[0].clear()
+            completions.clear()
+            return [0.0, 0.0]
+        def second(prompts, completions, entry):
+            return [float(entry[0]["a"] + len(prompts[0])) for _ in completions]
+        """,
+        "first",
+        "second",
+    )
+    row: Row = {"entry": {"a": 1}}
+    prompt: Prompt = [{"role": "user", "content": "hi"}]
+    assert values(rewards, ["x", "y"], prompt=prompt, row=row) == [2.0, 2.0]
+    assert (prompt, row) == (CHAT, {"entry": {"a": 1}})
+
+
 # ---- weights and names --------------------------------------------------------------------------------
 
 
@@ -303,6 +326,12 @@ def test_an_error_is_logged_with_the_line_of_the_users_file(
     )
     score(rewards, ["a"])
     assert "rewards.py line 3" in caplog.text
+
+
+def test_a_sum_that_no_float_holds_is_none(tmp_path: Path) -> None:
+    source = "def f(completions, **c): return [1e308] * len(completions)"
+    rewards = resolve(tmp_path, source, ("f", 1.0), ("f", 1.0))
+    assert score(rewards, ["a"]) == [Scored(None, {"f": 1e308, "f_2": 1e308})]
 
 
 def test_nan_and_infinity_are_none_and_counted(tmp_path: Path) -> None:

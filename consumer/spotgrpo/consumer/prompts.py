@@ -82,6 +82,7 @@ class PromptSource:
         rows = load_rows(config, seed)
         source = cls(rows, config, seed, PromptEncoder(tokenizer, config), limit)
         source.validate()
+        log.info("%d prompts from %s", len(source), rows.source)
         return source
 
     def __len__(self) -> int:

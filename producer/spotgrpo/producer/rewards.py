@@ -8,6 +8,7 @@ prompt and columns are repeated for every completion, and a completion is text, 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
@@ -243,7 +244,9 @@ class Rewards:
             for function, value in zip(self.functions, values, strict=True)
             if value is not None
         ]
-        total = math.fsum(known) if known else None
+        total = sum(known) if known else None
+        if total is not None and not math.isfinite(total):
+            total = None  # finite parts, and a sum that no float holds
         return Scored(total, dict(zip(names, values, strict=True)))
 
 
@@ -272,9 +275,9 @@ def _arguments(function: RewardFunction, columns: Mapping[str, Any]) -> dict[str
             for name, values in columns.items()
             if name not in ("prompts", "completion_ids")
         }
-    if function.accepts is None:
-        return dict(columns)
-    return {name: values for name, values in columns.items() if name in function.accepts}
+    if function.accepts is not None:
+        columns = {name: values for name, values in columns.items() if name in function.accepts}
+    return copy.deepcopy(dict(columns))  # a function that changes what it is given changes no task
 
 
 def _accepted(call: Callable[..., Any], spec: str, key: str) -> frozenset[str] | None:
