@@ -39,6 +39,8 @@ EngineName = Literal["auto", "vllm", "transformers"]
 WORKERS: Final = 2
 REPORT_S: Final = 0.5
 """Workers report often, so that the kill hits one that is known to hold tasks."""
+DRAIN_S: Final = 2.0
+"""A person who stops a demo does not want to wait for its last groups."""
 LEAVE_S: Final = 10.0
 """What workers get to leave by themselves at the end, and then to stop when told."""
 MOST_THREADS: Final = 4
@@ -78,6 +80,7 @@ def command(
         for extra in ("learner", "worker", "demo"):
             require(extra)
         with Stopping().on_signals() as stopping:
+            stopping.add_callback(lambda: complain("stopping everything; Ctrl-C again: at once"))
             is_good = Demo(Options(engine, seed, steps, root, kill), Console(), stopping).run()
     if not is_good:
         raise typer.Exit(1)
@@ -135,7 +138,7 @@ class Demo:
         options = self._options
         changes: dict[str, dict[str, object]] = {
             "run": {"seed": options.seed},
-            "worker": {"engine": options.engine, "report_s": REPORT_S},
+            "worker": {"engine": options.engine, "report_s": REPORT_S, "drain_s": DRAIN_S},
         }
         if options.steps is not None:
             changes["train"] = {"max_steps": options.steps}

@@ -78,7 +78,7 @@ def _draw_kill(axes: Any, data: PlotData) -> None:
         axes.axvline(data.killed_at, color=GREY, linestyle=":", linewidth=1.5)
         axes.annotate(
             "a worker is killed",
-            (data.killed_at, 0.02),
+            (data.killed_at, 1.03),
             xytext=(5, 0),
             textcoords="offset points",
             color=GREY,
