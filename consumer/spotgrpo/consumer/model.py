@@ -160,7 +160,7 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     """The library passes over a name that matches nothing as long as another one matches; we do not."""
     if config.target_modules == "all-linear":
         return
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in model.named_modules() if name]
     present = ", ".join(linear_names(model))
     outer = (model.get_output_embeddings(), model.get_input_embeddings())
     for target in config.target_modules:
