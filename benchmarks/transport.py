@@ -69,12 +69,11 @@ def consume_blocking(job: Job, window: int) -> float:
     connection = pika.BlockingConnection(pika.URLParameters(job.url))
     channel = connection.channel()
     channel.basic_qos(prefetch_count=window)
-    start, seen = 0.0, 0
-    for method, _properties, body in channel.consume(job.queue):
+    start = 0.0
+    for seen, (method, _properties, body) in enumerate(channel.consume(job.queue), 1):
         start = start or time.perf_counter()
         assert len(body) == len(job.body)
         channel.basic_ack(method.delivery_tag)
-        seen += 1
         if seen == job.count:
             break
     took = time.perf_counter() - start

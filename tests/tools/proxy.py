@@ -72,6 +72,7 @@ class Proxy:
         """Cut everything and stop listening."""
         self._ended.set()
         self._flowing.set()
+        self._threads[0].join(5)  # or it would take in whoever connects again after the cut
         self.cut()
         for thread in self._threads:
             thread.join(5)

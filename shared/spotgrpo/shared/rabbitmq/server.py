@@ -8,7 +8,7 @@ import ssl
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import pika
-from pika.exceptions import AMQPError, ChannelClosedByBroker
+from pika.exceptions import ChannelClosedByBroker, IncompatibleProtocolError
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from spotgrpo.shared.config import BrokerConfig
@@ -90,7 +90,7 @@ class Server:
 
     def connection_error(self, exc: BaseException) -> SpotGRPOError:
         """What a failed or lost connection means: ConfigError where a person must act, else BrokerUnavailable."""
-        text = _whole_story(exc)
+        text = "\n".join(f"{one!r} {one}" for one in _chain(exc))
         remedy = _refusal(text)
         if remedy is None and "CERTIFICATE_VERIFY_FAILED" in text:
             return ConfigError(
@@ -163,26 +163,25 @@ def _refusal(text: str) -> str | None:
     return None
 
 
-def _whole_story(exc: BaseException | None) -> str:
-    """All texts of an exception, its causes, and the exceptions that pika lists inside."""
-    told: list[str] = []
-    seen: set[int] = set()
+def _chain(exc: BaseException) -> list[BaseException]:
+    """An exception, its causes, and the exceptions that pika lists inside, the outermost first."""
+    found: list[BaseException] = []
     waiting: list[object] = [exc]
     while waiting:
-        one = waiting.pop()
-        if not isinstance(one, BaseException) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        told.append(f"{one!r} {one}")
-        waiting += [one.__cause__, one.__context__, *one.args, *getattr(one, "exceptions", ())]
-    return "\n".join(told)
+        one = waiting.pop(0)
+        if isinstance(one, BaseException) and all(one is not other for other in found):
+            found.append(one)
+            inside = [getattr(one, "exception", None), *getattr(one, "exceptions", ())]
+            waiting += [one.__cause__, one.__context__, *one.args, *inside]
+    return found
 
 
 def _brief(exc: BaseException) -> str:
-    text = str(exc) or repr(exc)
-    name = type(exc).__name__
-    return (
-        text[:200]
-        if isinstance(exc, AMQPError) and text.startswith(name)
-        else f"{name}: {text[:200]}"
-    )
+    """The innermost cause in a few words: pika wraps a refused connection five times."""
+    chain = _chain(exc)
+    for one in reversed(chain):
+        if isinstance(one, OSError):
+            return str(one) or type(one).__name__
+    if any(isinstance(one, IncompatibleProtocolError) for one in chain):
+        return "it closed the connection before it spoke AMQP"
+    return f"{type(exc).__name__}: {str(exc)[:200]}" if str(exc) else type(exc).__name__
