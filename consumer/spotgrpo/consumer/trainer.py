@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,42 +173,28 @@ class Trainer:
         started = time.monotonic()
         advantages = [self._advantages(group) for group in groups]
         packed = self._pack(_samples(groups, advantages))
-        trained = sum(int(batch.mask_N.sum()) for batch in packed.batches)
+        total = _Totals(trained=sum(int(batch.mask_N.sum()) for batch in packed.batches))
         rate = learning_rate(self.steps_done, self._config)
-        total = _Totals()
-        norm = 0.0
-        if trained:
+        if total.trained:
             for batch in packed.batches:
-                total.add(*self._backward(batch, trained))
-            norm = self._update(total.loss, rate)
+                total.add(*self._backward(batch, total.trained))
+            self._update(total, rate)
         self.steps_done += 1
         self._choose_probe(groups, advantages)
-        skipped = not trained or not np.isfinite([norm, total.loss]).all()
-        if skipped and trained:
+        if total.trained and not total.finite:
             log.warning(
-                "step %d skipped: loss %s, gradient norm %s", self.steps_done, total.loss, norm
+                "step %d skipped: loss %s, norm %s", self.steps_done, total.loss, total.norm
             )
-        rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
         return StepStats(
             version=self.steps_done,
-            skipped=skipped,
-            loss=total.loss,
-            grad_norm=norm,
+            skipped=not (total.trained and total.finite),
             learning_rate=rate,
-            ratio_mean=total.ratio / max(trained, 1),
-            ratio_max=total.ratio_max,
-            clipped_fraction=total.clipped / max(trained, 1),
-            mismatch_kl=total.kl / max(trained, 1),
-            entropy=total.entropy / max(trained, 1),
-            reward_mean=float(np.mean(rewards)) if rewards else 0.0,
-            reward_std=float(np.std(rewards)) if rewards else 0.0,
+            **total.means(),
+            **_reward_stats(groups),
+            **_size_stats(packed),
             groups=sum(found.has_signal for found in advantages),
             flat=sum(not found.has_signal for found in advantages),
-            tokens=trained,
-            input_tokens=sum(batch.filled_tokens for batch in packed.batches),
-            rows=sum(batch.rows for batch in packed.batches),
-            batches=len(packed.batches),
-            over_budget=packed.over_budget,
+            tokens=total.trained,
             seconds=time.monotonic() - started,
         )
 
@@ -305,20 +293,20 @@ class Trainer:
     def _gradient_scale(self) -> float:
         return HALF_SCALE if self._base.dtype == torch.float16 else 1.0
 
-    def _update(self, loss: float, rate: float) -> float:
-        """Clip the gradient and step, unless something is not finite. Returns the norm before clipping."""
+    def _update(self, total: _Totals, rate: float) -> None:
+        """Clip the gradient and step, unless something is not finite; ``total`` gets the norm before clipping."""
         parameters = list(self._parameters.values())
         if self._gradient_scale != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad /= self._gradient_scale
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
-        if np.isfinite([norm, loss]).all():
+        limit = self._config.max_grad_norm
+        total.norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        if total.finite:
             for options in self._optimizer.param_groups:
                 options["lr"] = rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return norm
 
     def _choose_probe(self, groups: Iterable[Group], advantages: Iterable[Advantages]) -> None:
         """The end of the newest trained group's best rollout: where this version differs most from the base."""
@@ -333,10 +321,16 @@ class Trainer:
 
 
 class _Totals:
-    """Sums over the micro-batches of a step."""
+    """Sums over the micro-batches of a step of ``trained`` tokens."""
 
-    def __init__(self) -> None:
-        self.loss = self.ratio = self.ratio_max = self.clipped = self.kl = self.entropy = 0.0
+    def __init__(self, trained: int) -> None:
+        self.trained = trained
+        self.loss = self.norm = 0.0
+        self.ratio = self.ratio_max = self.clipped = self.kl = self.entropy = 0.0
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm) and math.isfinite(self.loss)
 
     def add(self, loss: Tensor, sums: LossSums, entropy: Tensor) -> None:
         self.loss += float(loss)
@@ -345,6 +339,36 @@ class _Totals:
         self.clipped += float(sums.clipped)
         self.kl += float(sums.kl)
         self.entropy += float(entropy)
+
+    def means(self) -> dict[str, Any]:
+        """Fields of StepStats."""
+        tokens = max(self.trained, 1)
+        return {
+            "loss": self.loss,
+            "grad_norm": self.norm,
+            "ratio_mean": self.ratio / tokens,
+            "ratio_max": self.ratio_max,
+            "clipped_fraction": self.clipped / tokens,
+            "mismatch_kl": self.kl / tokens,
+            "entropy": self.entropy / tokens,
+        }
+
+
+def _reward_stats(groups: Sequence[Group]) -> dict[str, Any]:
+    rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
+    return {
+        "reward_mean": float(np.mean(rewards)) if rewards else 0.0,
+        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+    }
+
+
+def _size_stats(packed: Packed) -> dict[str, Any]:
+    return {
+        "input_tokens": sum(batch.filled_tokens for batch in packed.batches),
+        "rows": sum(batch.rows for batch in packed.batches),
+        "batches": len(packed.batches),
+        "over_budget": packed.over_budget,
+    }
 
 
 def _sample(index: int, group: Group, rollout: Rollout, advantage: float) -> Sample:
