@@ -15,7 +15,7 @@ from spotgrpo.cli.errors import exit_on_errors
 from spotgrpo.cli.options import AsJson, Sets, folder_of, load, print_json
 from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import ConfigError
-from spotgrpo.shared.loading import ENVIRONMENT_PREFIX
+from spotgrpo.shared.loading import ENVIRONMENT_PREFIX, InvalidConfig
 from spotgrpo.shared.log import configure_logging
 
 if TYPE_CHECKING:
@@ -94,18 +94,16 @@ def _load(
     path: Path | None, sets: Sequence[str], *, for_worker: bool
 ) -> Config | WorkerView | None:
     if path is not None and not for_worker:
-        return load(path, sets, Config)
+        return load(path, sets, Config, is_quiet=True)
     is_given = path or sets or any(name.startswith(ENVIRONMENT_PREFIX) for name in os.environ)
-    return load(path, sets, WorkerView) if is_given else None
+    return load(path, sets, WorkerView, is_quiet=True) if is_given else None
 
 
 def _refused(error: ConfigError) -> list[Check]:
-    """A check for every line of a refused configuration."""
-    checks = []
-    for line in str(error).splitlines():
-        what, _, remedy = line.partition(": ")
-        checks.append(Check("configuration", "fail", what, remedy))
-    return checks or [from_error("configuration", error)]
+    """A finding for every problem of a refused configuration."""
+    if not isinstance(error, InvalidConfig):
+        return [from_error("configuration", error)]
+    return [Check("configuration", "fail", p.what, p.remedy) for p in error.problems]
 
 
 def _findings(config: Config | WorkerView, folder: Path) -> list[tuple[str, Finding]]:
@@ -115,12 +113,12 @@ def _findings(config: Config | WorkerView, folder: Path) -> list[tuple[str, Find
         ("bucket", lambda: servers.check_bucket(config)),
     ]
     if isinstance(config, Config):
-        learner = config
+        checks = inputs.InputChecks(config, folder)
         found += [
             ("disk", lambda: machine.check_disk("disk", config.run.output_dir)),
-            ("model", lambda: inputs.check_model(learner)),
-            ("data", lambda: inputs.check_data(learner)),
-            ("rewards", lambda: inputs.check_rewards(learner, folder)),
+            ("model", checks.check_model),
+            ("data", checks.check_data),
+            ("rewards", checks.check_rewards),
         ]
     return found
 

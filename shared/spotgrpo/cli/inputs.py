@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -105,35 +106,41 @@ def model_settings(config: ModelConfig) -> dict[str, Any]:
 # ---- as checks of the doctor ----------------------------------------------------------------------------------
 
 
-def check_model(config: Config) -> Check:
-    """Whether the model is there, what it is, and its context."""
-    if not Path(config.model.name).is_dir() and missing("worker"):
-        return Check("model", "warn", f"{config.model.name} was not looked at", UNCHECKED)
-    kind = model_settings(config.model)["model_type"]
-    context = context_of(config.model)
-    return Check("model", "ok", f"{config.model.name}: {kind}, context {context} tokens")
+class InputChecks:
+    """The checks of one configuration's inputs; the data set is opened once for all of them."""
 
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config, self._folder = config, folder
 
-def check_data(config: Config) -> Check:
-    """Whether every prompt of the data set can be asked."""
-    if missing("learner"):
-        return Check("data", "warn", "was not looked at", UNCHECKED)
-    _, prompts = open_prompts(config)
-    tokens = len(prompts[0].prompt_ids)
-    return Check("data", "ok", f"{len(prompts)} prompts; the first has {tokens} tokens")
+    @cached_property
+    def _prompts(self) -> PromptSource:
+        return open_prompts(self._config)[1]
 
+    def check_model(self) -> Check:
+        """Whether the model is there, what it is, and its context."""
+        model = self._config.model
+        if not Path(model.name).is_dir() and missing("worker"):
+            return Check("model", "warn", f"{model.name} was not looked at", UNCHECKED)
+        kind = model_settings(model)["model_type"]
+        return Check("model", "ok", f"{model.name}: {kind}, context {context_of(model)} tokens")
 
-def check_rewards(config: Config, folder: Path) -> Check:
-    """Whether every reward function imports, and scores the first prompt where the data can be opened."""
-    rewards = open_rewards(config, folder)
-    names = ", ".join(reward.function for reward in config.rewards)
-    if missing("learner"):
-        return Check("rewards", "warn", f"{names}: imported, not tried", UNCHECKED)
-    try:
-        _, prompts = open_prompts(config)
-    except ConfigError:
-        return Check(
-            "rewards", "warn", f"{names}: imported, not tried", "mend model and data first"
-        )
-    try_rewards(rewards, prompts, config.worker.reward_timeout_s)
-    return Check("rewards", "ok", f"{names}: tried on the first prompt")
+    def check_data(self) -> Check:
+        """Whether every prompt of the data set can be asked."""
+        if missing("learner"):
+            return Check("data", "warn", "was not looked at", UNCHECKED)
+        tokens = len(self._prompts[0].prompt_ids)
+        return Check("data", "ok", f"{len(self._prompts)} prompts; the first has {tokens} tokens")
+
+    def check_rewards(self) -> Check:
+        """Whether every reward function imports, and scores the first prompt where the data can be opened."""
+        rewards = open_rewards(self._config, self._folder)
+        names = ", ".join(reward.function for reward in self._config.rewards)
+        if missing("learner"):
+            return Check("rewards", "warn", f"{names}: imported, not tried", UNCHECKED)
+        try:
+            prompts = self._prompts
+        except ConfigError:
+            remedy = "mend model and data first"
+            return Check("rewards", "warn", f"{names}: imported, not tried", remedy)
+        try_rewards(rewards, prompts, self._config.worker.reward_timeout_s)
+        return Check("rewards", "ok", f"{names}: tried on the first prompt")

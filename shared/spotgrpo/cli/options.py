@@ -39,10 +39,16 @@ AsJson: TypeAlias = Annotated[
 C = TypeVar("C", Config, WorkerView)
 
 
-def load(path: Path | None, sets: Sequence[str] | None, kind: type[C]) -> C:
-    """The configuration, and logging set up as it says. Raises ConfigError."""
+def load(
+    path: Path | None, sets: Sequence[str] | None, kind: type[C], *, is_quiet: bool = False
+) -> C:
+    """The configuration, and logging set up as it says. Raises ConfigError.
+
+    ``is_quiet`` is for commands whose output is a report: no less than warnings, unless all is wanted.
+    """
     config = load_config(path, sets or [], kind)
-    configure_logging(config.log.level, secrets_of(config))
+    level = "warning" if is_quiet and config.log.level == "info" else config.log.level
+    configure_logging(level, secrets_of(config))
     return config
 
 

@@ -42,13 +42,14 @@ class Problem(NamedTuple):
     value: object
     remedy: str
 
-    def line(self) -> str:
-        """The problem as one line, secrets blacked out."""
+    @property
+    def what(self) -> str:
+        """Key and value, secrets blacked out."""
         if self.value is _ABSENT:
-            return f"{self.key}: {self.remedy}"
+            return self.key
         shown = repr(_hidden(self.key, self.value))
         shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "…"
-        return f"{self.key} = {shown}: {self.remedy}"
+        return f"{self.key} = {shown}"
 
 
 class InvalidConfig(ConfigError):
@@ -58,7 +59,8 @@ class InvalidConfig(ConfigError):
         first = problems[0]
         value = None if first.value is _ABSENT else _hidden(first.key, first.value)
         super().__init__(first.key, value, first.remedy)
-        self.args = ("\n".join(problem.line() for problem in problems),)
+        self.problems = tuple(problems)
+        self.args = ("\n".join(f"{problem.what}: {problem.remedy}" for problem in problems),)
 
 
 def load_config(
