@@ -522,6 +522,18 @@ def test_a_server_that_ignores_only_if_match_is_found_out(
     assert not report.compare_and_swap_honoured
 
 
+def test_a_server_that_never_says_unchanged_is_polled_all_the_same(
+    config: BucketConfig, store: S3Store, proxy: FaultyS3
+) -> None:
+    store.create("object", b"1")
+    etag = store.get("object").etag
+    proxy.play(IgnoreConditions(), "GET", times=1000)
+    assert store.get_if_changed("object", etag) is None
+    report = inspect(config)
+    assert not report.etag_polling
+    assert ["poll_s" in problem.remedy for problem in report.problems] == [True]
+
+
 def test_a_server_without_conditional_writes_is_found_out(
     config: BucketConfig, proxy: FaultyS3
 ) -> None:

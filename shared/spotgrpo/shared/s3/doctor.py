@@ -186,8 +186,8 @@ class _Inspection:
             )
 
     def _poll(self) -> None:
-        if self.store.get_if_changed(self.key, self.store.get(self.key).etag) is not None:
-            remedy = "use a server that answers 304, or a longer worker.poll_s: every poll is a whole read"
+        if not self.store.polls_cheaply(self.key, self.store.get(self.key).etag):
+            remedy = "it sends whole objects in place of 304: use a longer worker.poll_s, or another server"
             raise ConfigError("bucket.endpoint_url", self.store.config.endpoint_url, remedy)
 
     def _delete(self) -> None:
