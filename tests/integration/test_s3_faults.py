@@ -534,6 +534,15 @@ def test_a_server_that_never_says_unchanged_is_polled_all_the_same(
     assert ["poll_s" in problem.remedy for problem in report.problems] == [True]
 
 
+def test_a_lost_answer_is_not_taken_for_a_server_that_ignores_conditions(
+    store: S3Store, proxy: FaultyS3
+) -> None:
+    proxy.play(SLOW_DOWN, "PUT")
+    proxy.play(Swallow(forward=True), "PUT")
+    require_compare_and_swap(store)
+    assert proxy.unplayed == 0
+
+
 def test_a_server_without_conditional_writes_is_found_out(
     config: BucketConfig, proxy: FaultyS3
 ) -> None:

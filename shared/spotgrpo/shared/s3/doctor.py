@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import tempfile
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from spotgrpo.shared.errors import ConfigError, SpotGRPOError, StoreUnavailable
+from spotgrpo.shared.retry import retry
 from spotgrpo.shared.s3.store import S3Store
+from spotgrpo.shared.s3.transfer import LONGEST_PAUSE_S, PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +86,23 @@ def require_compare_and_swap(store: ObjectStore) -> None:
 
 
 def try_conditions(store: ObjectStore) -> Conditions:
-    """Conditional writes that must succeed and conditional writes that must be refused, on scratch objects."""
+    """Conditional writes that must succeed and conditional writes that must be refused, on scratch objects.
+
+    Raises:
+        StoreUnavailable: the server did not answer, for some seconds.
+        ConfigError: it refuses to write or to read.
+    """
+    # Each try has an object of its own: what became of a try without an answer is not known.
+    return retry(
+        "trying conditional writes",
+        lambda: _try_conditions(store),
+        deadline_s=PATIENCE_S,
+        longest_wait_s=LONGEST_PAUSE_S,
+        level=logging.DEBUG,
+    )
+
+
+def _try_conditions(store: ObjectStore) -> Conditions:
     key = _scratch_key()
     try:
         problems = [
