@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 from pika import SelectConnection
 from pika.adapters.select_connection import IOLoop
 from pika.exceptions import ConnectionClosedByClient
+from pika.frame import Header, Method
+from pika.spec import FRAME_BODY, FRAME_END
 
 from spotgrpo.shared.rabbitmq.server import Backoff, Server
 
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 
 ABORT_GRACE_S = 0.5
 RECEIVE_BYTES = 1 << 17
+BODY_FRAME = struct.Struct(">BHL")
+FRAME_END_BYTE = bytes([FRAME_END])
 
 
 class Connection(SelectConnection):
@@ -31,6 +36,21 @@ class Connection(SelectConnection):
         """Drop the socket now; what was not sent is lost."""
         if not self.is_closed:
             self._terminate_stream(ConnectionClosedByClient(200, "dropped"))  # type: ignore[attr-defined]
+
+    def _send_message(self, channel_number: int, method: Any, content: Any) -> None:
+        # pika copies a body twice and sends its three kinds of frames one by one: one copy and one write for
+        # each body frame, with what belongs before the first, is a fifth cheaper for small bodies.
+        properties, body = content
+        head = Method(channel_number, method).marshal()
+        head += Header(channel_number, len(body), properties).marshal()
+        view, size = memoryview(body), self._body_max_length  # type: ignore[attr-defined]
+        writes = []
+        for start in range(0, len(body), size):
+            part = view[start : start + size]
+            frame = BODY_FRAME.pack(FRAME_BODY, channel_number, len(part))
+            writes.append(b"".join((head, frame, part, FRAME_END_BYTE)))
+            head = b""
+        self._output_marshaled_frames(writes or [head])  # type: ignore[attr-defined]
 
     def _proto_connection_made(self, transport: Any) -> None:
         # pika reads 4 KiB at a time and puts frames of 128 KiB together from that: with whole frames a

@@ -29,7 +29,7 @@ from spotgrpo.shared.rabbitmq.server import ACCESS_REFUSED, PRECONDITION_FAILED,
 
 log = logging.getLogger(__name__)
 
-MAX_UNCONFIRMED_BYTES = 32 << 20
+MAX_UNCONFIRMED_BYTES = 64 << 20
 """Bytes on their way to the broker at most (one message may be bigger): pika copies every body that it holds."""
 LONGEST_REFUSAL_S = 2.0
 UNLIMITED = 1 << 30
