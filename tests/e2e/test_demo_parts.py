@@ -261,7 +261,12 @@ def recorded() -> Progress:
     """A run in the middle: three steps, two workers."""
     progress = Progress(max_steps=8)
     for version, reward in ((1, 0.25), (2, 0.5), (3, 0.75)):
-        values = {"version": version, "reward": reward, "lag_mean": 0.5, "lag_max": 1}
+        values = {
+            "version": version,
+            "reward": reward,
+            "sample/staleness_mean": 0.5,
+            "sample/staleness_max": 1,
+        }
         progress.apply_learner({**values, "groups_trained": 8 * version}, at=100.0 + 4 * version)
     generating = {"state": "generating", "version": "v00000002.e0001", "inflight": 16}
     for pid, name in ((11, "worker-1"), (12, "worker-2")):

@@ -54,6 +54,7 @@ class Stats:
     clipped_fraction: float = 0.0
     mismatch_kl: float = 0.0
     entropy: float = 1.0
+    over_budget: int = 0
     skipped: bool = False
 
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 def make_probe(trainer: Trainer) -> Probe:
     """Logprobs at temperature 1 of the trainer's version and of its base, on the end of what it trained last.
 
-    For version 0 both are equal, so that an engine can only call the probe inconclusive. Two forward passes of at
-    most 32 tokens.
+    For version 0 both are equal, so that an engine can only call the probe inconclusive. One forward pass of at
+    most 32 tokens, two where the tokens are new.
     """
-    token_ids = trainer.probe_ids
+    version, base = trainer.probe_logprobs()
     return Probe(
-        token_ids=list(token_ids),
-        version_logprobs=trainer.sequence_logprobs(token_ids, adapter=True).tolist(),
-        base_logprobs=trainer.sequence_logprobs(token_ids, adapter=False).tolist(),
+        token_ids=list(trainer.probe_ids),
+        version_logprobs=version.tolist(),
+        base_logprobs=base.tolist(),
         dtype=trainer.dtype,
     )

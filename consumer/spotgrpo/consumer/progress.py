@@ -17,7 +17,7 @@ from spotgrpo.consumer.staleness import Lag
 from spotgrpo.shared.ids import Queues
 from spotgrpo.shared.metrics import MetricsWriter
 from spotgrpo.shared.ports import QueueDepth
-from spotgrpo.shared.wire import Group, Json
+from spotgrpo.shared.wire import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class StepStats(Protocol):
     def entropy(self) -> float: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def over_budget(self) -> int: ...
     @property
     def skipped(self) -> bool: ...
 
@@ -131,9 +133,13 @@ class Progress:
             )
         else:
             log.warning(
-                "no step for %.0f s: waiting for groups; %d tasks outstanding, %d of them not taken yet; %d workers connected",
-                waited, outstanding, tasks.ready, tasks.consumers,
-            )  # fmt: skip
+                "no step for %.0f s: waiting for groups; %d tasks outstanding, %d not taken yet; "
+                "%d workers connected",
+                waited,
+                outstanding,
+                tasks.ready,
+                tasks.consumers,
+            )
 
     def still_committing(self) -> None:
         """Say, every ``stall_warn_s``, that the commit before has not landed."""
@@ -152,39 +158,25 @@ class Progress:
         """A batch made ``version``, or was flat as a whole (``stats`` is None) and left it."""
         now = self.clock()
         whole = now - self._last_sign
-        self.step_s = (
-            whole if not self.step_s else STEP_S_MEMORY * self.step_s + (1 - STEP_S_MEMORY) * whole
-        )
-        self._last_sign = now
-        self._version = version
-        rewards = [
-            rollout.reward
-            for group in groups
-            for rollout in group.rollouts
-            if rollout.reward is not None
-        ]
-        lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
-        truncated = [rollout.truncated for group in groups for rollout in group.rollouts]
-        totals = [lag.total for lag in lags]
-        self._tokens_trained += sum(lengths)
+        past = self.step_s or whole
+        self.step_s = STEP_S_MEMORY * past + (1 - STEP_S_MEMORY) * whole
+        self._last_sign, self._version = now, version
+        if stats is not None and stats.over_budget:
+            log.warning(
+                "%d sequences are longer than train.token_budget: each ran alone", stats.over_budget
+            )
         self._step = {
-            "version": self._version,
-            "reward": float(np.mean(rewards)) if rewards else None,
-            "reward_std": float(np.std(rewards)) if rewards else None,
-            "lag_mean": float(np.mean(totals)),
-            "lag_max": max(totals),
-            "lag_in_flight_mean": float(np.mean([lag.in_flight for lag in lags])),
-            "lag_in_queue_mean": float(np.mean([lag.in_queue for lag in lags])),
-            "completion_tokens_mean": float(np.mean(lengths)),
-            "truncated_fraction": float(np.mean(truncated)),
+            "version": version,
             "groups": len(groups),
-            "tokens": sum(lengths),
-            "train_s": seconds,
-            "step_s": whole,
-            "rollout_wait_s": self._waits.rollouts,
-            "commit_wait_s": self._waits.commit,
-            **_of(stats),
+            **_of_rollouts([rollout for group in groups for rollout in group.rollouts]),
+            **_of_lags(lags),
+            **_of_step(stats),
+            "perf/step_s": whole,
+            "perf/train_s": seconds,
+            "perf/rollout_wait_s": self._waits.rollouts,
+            "perf/commit_wait_s": self._waits.commit,
         }
+        self._tokens_trained += sum(group.tokens for group in groups)
         self._waits = Waits()
 
     def record(self, ledger: Ledger, seen: Seen) -> dict[str, Json]:
@@ -205,10 +197,15 @@ class Progress:
         self._last_record = record
         reward = record["reward"]
         log.info(
-            "version %d/%d  reward %s  lag %.1f  tokens %d  step %.1f s (waited %.1f s)",
-            self._version, self.max_steps, "none" if reward is None else f"{reward:.3f}",
-            record["lag_mean"], record["tokens"], record["step_s"], record["rollout_wait_s"],
-        )  # fmt: skip
+            "version %d/%d  reward %s  staleness %.1f  tokens %d  step %.1f s (waited %.1f s)",
+            self._version,
+            self.max_steps,
+            "none" if reward is None else f"{reward:.3f}",
+            record["sample/staleness_mean"],
+            record["tokens"],
+            record["perf/step_s"],
+            record["perf/rollout_wait_s"],
+        )
         return record
 
     def ended(self, counts: Counts, outstanding: int) -> None:
@@ -234,7 +231,34 @@ class Progress:
         }
 
 
-def _of(stats: StepStats | None) -> dict[str, Json]:
+# Names that TRL has are TRL's.
+
+
+def _of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Json]:
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    return {
+        "reward": float(np.mean(rewards)) if rewards else None,
+        "reward_std": float(np.std(rewards)) if rewards else None,
+        "unscored": len(rollouts) - len(rewards),
+        "tokens": sum(lengths),
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": float(np.mean([rollout.truncated for rollout in rollouts])),
+    }
+
+
+def _of_lags(lags: Sequence[Lag]) -> dict[str, Json]:
+    totals = [lag.total for lag in lags]
+    return {
+        "sample/staleness_mean": float(np.mean(totals)),
+        "sample/staleness_max": max(totals),
+        "sample/staleness_in_flight_mean": float(np.mean([lag.in_flight for lag in lags])),
+        "sample/staleness_in_queue_mean": float(np.mean([lag.in_queue for lag in lags])),
+    }
+
+
+def _of_step(stats: StepStats | None) -> dict[str, Json]:
     names = (
         "loss",
         "grad_norm",

@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
-
 from spotgrpo.consumer.learner import Learner, Wiring
 from spotgrpo.consumer.progress import Progress
 from spotgrpo.consumer.trainer import Trainer
+from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
 from spotgrpo.shared.ids import Queues
 from spotgrpo.shared.manifest import (
     LoraIdentity,

@@ -42,6 +42,8 @@ from spotgrpo.shared.wire import Group, Rollout
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
+PROBE_EVERY = 8
+"""Versions that share the tokens of their probe."""
 FIRST_PROBE_IDS = tuple(range(2, 2 + PROBE_TOKENS))
 """Probe of a version that has trained nothing yet; it is the base on any tokens."""
 HALF_SCALE = 1024.0
@@ -133,6 +135,7 @@ class Trainer:
         )
         self.steps_done = 0
         self.probe_ids: tuple[int, ...] = FIRST_PROBE_IDS
+        self._probed_base: tuple[tuple[int, ...], Float32Array] | None = None
         self._modules = adapted_modules(self._adapted)
 
     @property
@@ -242,6 +245,13 @@ class Trainer:
         with self._adapted.disable_adapter():
             return self._score([sample], 1.0)[0]
 
+    def probe_logprobs(self) -> tuple[Float32Array, Float32Array]:
+        """:meth:`sequence_logprobs` of ``probe_ids`` under this version and under the base; the latter is kept."""
+        if self._probed_base is None or self._probed_base[0] != self.probe_ids:
+            base = self.sequence_logprobs(self.probe_ids, adapter=False)
+            self._probed_base = (self.probe_ids, base)
+        return self.sequence_logprobs(self.probe_ids, adapter=True), self._probed_base[1]
+
     def _try_the_model(self, name: str) -> bool:
         if not head_is_faithful(self._base):
             raise ConfigError(
@@ -309,7 +319,12 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _choose_probe(self, groups: Iterable[Group], advantages: Iterable[Advantages]) -> None:
-        """The end of the newest trained group's best rollout: where this version differs most from the base."""
+        """The end of a newly trained group's best rollout: where this version differs most from the base.
+
+        Kept for some versions, since the base's logprobs of it cost a forward pass.
+        """
+        if self.probe_ids != FIRST_PROBE_IDS and self.steps_done % PROBE_EVERY:
+            return
         trained = [
             group for group, found in zip(groups, advantages, strict=True) if found.has_signal
         ]

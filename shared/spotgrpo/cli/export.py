@@ -11,8 +11,9 @@ from spotgrpo.cli.errors import exit_on_errors
 from spotgrpo.cli.extras import require
 from spotgrpo.cli.options import AsJson, ConfigPath, Sets, load, print_json
 from spotgrpo.shared.config import Config
-from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.errors import ConfigError, NotStored
 from spotgrpo.shared.ids import Keys, PolicyVersion
+from spotgrpo.shared.manifest import Latest
 from spotgrpo.shared.ports import ObjectStore
 
 Out = Annotated[
@@ -66,12 +67,19 @@ def _export(config: Config, out: Path, number: int | None, *, merge: bool) -> Po
 
 
 def _newest_of(store: ObjectStore, keys: Keys, number: int) -> PolicyVersion:
-    """The version of that number; where takeovers left several, the one of the newest epoch."""
+    """The version of that number in the run's line; where takeovers left several, the one of the newest epoch."""
+    try:
+        newest = Latest.from_bytes(store.get(keys.latest).body).serving.version
+    except NotStored as exc:
+        raise ConfigError("run.id", keys.run, "the bucket has no run of this id") from exc
     there = {
         PolicyVersion.parse(info.key.removeprefix(keys.versions).partition("/")[0])
         for info in store.list(keys.versions)
         if info.key.endswith("/manifest.json")
     }
+    there = {
+        version for version in there if version.number <= newest
+    }  # beyond: given up in a takeover
     found = [version for version in there if version.number == number]
     if not found:
         numbers = ", ".join(str(n) for n in sorted({version.number for version in there})[-20:])

@@ -89,7 +89,10 @@ class Progress:
                 self.counts[name] = value
         version = _version_number(values.get("version"))
         if version is not None and version > 0 and "reward" in values and version not in self.steps:
-            lags = (_number(values, "lag_mean"), _number(values, "lag_max"))
+            lags = (
+                _number(values, "sample/staleness_mean"),
+                _number(values, "sample/staleness_max"),
+            )
             self.steps[version] = Step(version, _number(values, "reward"), *lags, at)
 
     @property
