@@ -301,7 +301,7 @@ async def test_the_same_seed_gives_the_same_completion_whatever_it_is_batched_wi
     assert len({tuple(each.token_ids) for each in crowd}) == len(crowd)
 
 
-def test_sampling_follows_the_distribution() -> None:
+async def test_sampling_follows_the_distribution() -> None:
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, -30.0])
     rows: list[Running | None] = [
         Running(request(seed=seed, temperature=0.5)) for seed in range(6000)
@@ -592,6 +592,19 @@ async def test_the_token_limit_and_the_context_cut_a_completion(engine: Engine) 
         await answer(engine, request("x" * 512))
 
 
+async def test_tokens_that_the_model_does_not_have_end_the_request_and_not_the_engine(
+    engine: Engine,
+) -> None:
+    asked = GenerationRequest(NAMES.request(), (5, 100_000), Sampling(4), seed=0, version=FIRST)
+    with pytest.raises(SpotGRPOError, match="not one of the model's"):
+        await answer(engine, asked)
+    with pytest.raises(SpotGRPOError, match="not one of the model's"):
+        await engine.score(None, (5, -1))
+    with pytest.raises(SpotGRPOError, match="512 tokens are not 1 to 511"):
+        await engine.score(None, [7] * 512)
+    assert (await answer(engine, request())).token_ids
+
+
 async def test_requests_that_come_one_by_one_join_those_that_run(
     engine: Engine, reference: Reference, tolerance: float
 ) -> None:
@@ -676,9 +689,9 @@ async def test_auto_is_vllm_where_it_is_installed() -> None:
 async def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     from spotgrpo.producer.engines.vllm import prepare_environment
 
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
     prepare_environment(spec_for(model))
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
     monkeypatch.delenv("VLLM_NO_USAGE_STATS")

@@ -14,6 +14,7 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 from spotgrpo.producer.engines.adapter import Linear, is_target
+from spotgrpo.producer.engines.ends import Ends
 from spotgrpo.shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ class BaseModel:
     tokenizer: Any
     end_ids: frozenset[int]
     max_context: int
+
+    @property
+    def ends(self) -> Ends:
+        """Where completions of this model end."""
+        vocabulary = self.config.get_text_config().vocab_size
+        return Ends(self.tokenizer, self.end_ids, self.max_context, vocabulary)
 
 
 def describe(spec: EngineSpec) -> BaseModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,12 +23,28 @@ class Ends:
         tokenizer: decodes completions for stop strings; special tokens are not part of the text.
         end_ids: the model's own end tokens.
         max_context: longest prompt plus completion, in tokens.
+        vocabulary: ids from here on do not exist.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: frozenset[int], max_context: int) -> None:
+    def __init__(
+        self, tokenizer: Any, end_ids: frozenset[int], max_context: int, vocabulary: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._max_context = max_context
+        self._vocabulary = vocabulary
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise SpotGRPOError for tokens that the model does not have, or that leave no room for one more.
+
+        Either would end the engine, not just the request.
+        """
+        if not 1 <= len(token_ids) < self._max_context:
+            raise SpotGRPOError(
+                f"{len(token_ids)} tokens are not 1 to {self._max_context - 1}, what the model takes"
+            )
+        if not all(0 <= token_id < self._vocabulary for token_id in token_ids):
+            raise SpotGRPOError(f"a token id is not one of the model's {self._vocabulary}")
 
     def token_limit(self, request: GenerationRequest) -> int:
         """Completion tokens at most, prefix included.

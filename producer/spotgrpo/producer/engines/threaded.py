@@ -242,6 +242,8 @@ class ThreadedEngine(ABC):
     def _score(self, version: PolicyVersion | None, token_ids: tuple[int, ...]) -> Float32Array:
         if version is not None:
             self._check_loaded(version)
+        if self._ends is not None:
+            self._ends.check_ids(token_ids)
         return self._logprobs(version, token_ids)
 
     def _check_loaded(self, version: PolicyVersion) -> None:
@@ -269,7 +271,10 @@ class ThreadedEngine(ABC):
         if request.request_id in self._running:
             raise SpotGRPOError(f"request {request.request_id} is running already")
         self._ends.token_limit(request)
-        return self._ends.finish(request, running.completion)
+        finish = self._ends.finish(request, running.completion)
+        if finish is None:
+            self._ends.check_ids(running.sequence)
+        return finish
 
     def _abort(self, request_id: str) -> None:
         running = self._running.pop(request_id, None)

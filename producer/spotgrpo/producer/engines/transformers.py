@@ -19,7 +19,6 @@ from spotgrpo.producer.engines.base_model import (
     not_loadable,
 )
 from spotgrpo.producer.engines.decoding import Batch, Decoder, prefill_share
-from spotgrpo.producer.engines.ends import Ends
 from spotgrpo.producer.engines.threaded import Running, ThreadedEngine
 from spotgrpo.shared.errors import ConfigError, IntegrityError
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from spotgrpo.producer.engines.adapter import Adapter
     from spotgrpo.producer.engines.base import EngineSpec
+    from spotgrpo.producer.engines.ends import Ends
     from spotgrpo.shared.ids import PolicyVersion
     from spotgrpo.shared.wire import Float32Array
 
@@ -73,9 +73,8 @@ class TransformersEngine(ThreadedEngine):
         self._modules = linear_modules(model)
         check_targets(spec, self._modules)
         self._model = _with_adapters(model, spec)
-        ends = Ends(base.tokenizer, base.end_ids, base.max_context)
-        self._decoder = Decoder(self._model, ends, base.max_context)
-        return ends
+        self._decoder = Decoder(self._model, base.ends, base.max_context)
+        return base.ends
 
     def _put_on(self, version: PolicyVersion, folder: Path) -> int:
         adapter = read_adapter(folder)
@@ -185,6 +184,7 @@ def _load_model(spec: EngineSpec) -> Any:
     options = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
     if spec.attn_implementation is not None:
         options["attn_implementation"] = spec.attn_implementation
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             spec.model, dtype=getattr(torch, spec.dtype), **options

@@ -30,7 +30,6 @@ from spotgrpo.producer.engines.base_model import (
     not_loadable,
     skeleton,
 )
-from spotgrpo.producer.engines.ends import Ends
 from spotgrpo.producer.engines.threaded import Running, ThreadedEngine
 from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from spotgrpo.producer.engines.base import EngineSpec, GenerationRequest
+    from spotgrpo.producer.engines.ends import Ends
     from spotgrpo.shared.ids import PolicyVersion
     from spotgrpo.shared.wire import Float32Array
 
@@ -46,7 +46,15 @@ ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-CPU_ENVIRONMENT: Final = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+CPU_ENVIRONMENT: Final = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Its warnings on a CPU are about what these settings mean to do. What fails is raised.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+CPU_BLOCK_SIZE: Final = 32
+"""The smallest that its attention takes. With its default of 128, a group's prompt is cached only from
+128 tokens on, and computed once a rollout below."""
 CPU_TOKENS_PER_SEQUENCE: Final = 256
 """KV cache kept for each sequence in flight on a CPU, where vLLM would take a share of all memory."""
 
@@ -108,7 +116,7 @@ class VLLMEngine(ThreadedEngine):
         self._modules = linear_modules(skeleton(spec, base.config))
         check_targets(spec, self._modules)
         self._engine = self._make_engine(base)
-        return Ends(base.tokenizer, base.end_ids, base.max_context)
+        return base.ends
 
     def _make_engine(self, base: BaseModel) -> Any:
         arguments = engine_arguments(self._spec, base)
@@ -247,10 +255,15 @@ def engine_arguments(spec: EngineSpec, base: BaseModel) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "worker_extension_cls": "spotgrpo.producer.engines.vllm_extension.AdapterCensus",
     }
     if is_cpu_build():
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_cache_bytes(spec, base)}
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": CPU_BLOCK_SIZE,
+            "kv_cache_memory_bytes": _kv_cache_bytes(spec, base),
+        }
     return arguments | dict(spec.vllm)
 
 
