@@ -71,7 +71,9 @@ def _newest_of(store: ObjectStore, keys: Keys, number: int) -> PolicyVersion:
     try:
         newest = Latest.from_bytes(store.get(keys.latest).body).serving.version
     except NotStored as exc:
-        raise ConfigError("run.id", keys.run, "the bucket has no run of this id") from exc
+        raise ConfigError(
+            "run.id", keys.run, "the bucket has no run of this id; name one that was started"
+        ) from exc
     there = {
         PolicyVersion.parse(info.key.removeprefix(keys.versions).partition("/")[0])
         for info in store.list(keys.versions)
