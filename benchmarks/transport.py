@@ -29,7 +29,7 @@ from spotgrpo.shared.services import PrivateRabbitMQ
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64k": 64 * KIB, "1m": MIB, "8m": 8 * MIB}
-COUNTS = {"64k": 1500, "1m": 150, "8m": 32}
+COUNTS = {"64k": 800, "1m": 80, "8m": 16}
 QUICK_COUNTS = {"64k": 200, "1m": 24, "8m": 5}
 WINDOWS = (1, 8, 64)
 PAIRS = 5
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer messages: under a minute")
     quick = parser.parse_args().quick
     with broker_url() as url:
-        ratios = measure(url, QUICK_COUNTS if quick else COUNTS, finalists=1 if quick else 2)
+        ratios = measure(url, QUICK_COUNTS if quick else COUNTS, finalists=2 if quick else 3)
     print(json.dumps(ratios))
 
 

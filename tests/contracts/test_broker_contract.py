@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.tools.proxy import Proxy
 
 from spotgrpo.shared.config import BrokerConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, Fenced, StoreUnavailable
 from spotgrpo.shared.memory.broker import MemoryBroker, MemoryBrokerServer
 from spotgrpo.shared.ports import Broker, Consumer, Delivery, Handle, Message, QueueDepth
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
+from tests.tools.proxy import Proxy
 
 WAIT_S = 20.0
 BRIEFLY_S = 0.3

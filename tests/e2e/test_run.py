@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.tools.tiny_model import build_tiny_model
 
 from spotgrpo.consumer.audit import audit_run
 from spotgrpo.shared.config import BucketConfig
@@ -21,6 +20,7 @@ from spotgrpo.shared.ids import Keys
 from spotgrpo.shared.manifest import Latest
 from spotgrpo.shared.s3 import S3Store
 from spotgrpo.shared.services import PrivateRabbitMQ, PrivateS3
+from tests.tools.tiny_model import build_tiny_model
 
 SPOTGRPO = Path(sysconfig.get_path("scripts")) / "spotgrpo"
 RUN = "e2e"

@@ -22,12 +22,6 @@ import pytest_asyncio
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tests.tools.tiny_model import (
-    build_adapter,
-    build_tiny_model,
-    build_tokenizer,
-    set_generation_defaults,
-)
 from transformers import LlamaForCausalLM
 
 from spotgrpo.producer.engines.base import Engine, EngineSpec, GenerationRequest
@@ -37,6 +31,12 @@ from spotgrpo.producer.engines.threaded import Running
 from spotgrpo.shared.errors import ConfigError, IntegrityError, SpotGRPOError
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.wire import Sampling
+from tests.tools.tiny_model import (
+    build_adapter,
+    build_tiny_model,
+    build_tokenizer,
+    set_generation_defaults,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.tools.proxy import Proxy
-from tests.tools.tls_front import TlsFront, self_signed
 
 from spotgrpo.shared.config import BrokerConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, SpotGRPOError
 from spotgrpo.shared.ports import Consumer, Delivery, Message, QueueDepth
 from spotgrpo.shared.rabbitmq import RabbitMQBroker, inspect, redact
 from spotgrpo.shared.services import PrivateRabbitMQ
+from tests.tools.proxy import Proxy
+from tests.tools.tls_front import TlsFront, self_signed
 
 WAIT_S = 30.0
 BRIEFLY_S = 0.3

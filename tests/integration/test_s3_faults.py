@@ -11,6 +11,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
+
+from spotgrpo.shared.config import BucketConfig
+from spotgrpo.shared.errors import ConfigError, Fenced, IntegrityError, NotStored, StoreUnavailable
+from spotgrpo.shared.ids import Keys
+from spotgrpo.shared.latest import LatestPointer, fresh_nonce
+from spotgrpo.shared.manifest import Durable, Latest, Serving
+from spotgrpo.shared.s3 import S3Store, inspect, require_compare_and_swap
 from tests.tools.faulty_s3 import (
     Answer,
     Cut,
@@ -24,13 +31,6 @@ from tests.tools.faulty_s3 import (
     Swallow,
     Truncate,
 )
-
-from spotgrpo.shared.config import BucketConfig
-from spotgrpo.shared.errors import ConfigError, Fenced, IntegrityError, NotStored, StoreUnavailable
-from spotgrpo.shared.ids import Keys
-from spotgrpo.shared.latest import LatestPointer, fresh_nonce
-from spotgrpo.shared.manifest import Durable, Latest, Serving
-from spotgrpo.shared.s3 import S3Store, inspect, require_compare_and_swap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

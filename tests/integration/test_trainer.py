@@ -16,7 +16,6 @@ pytest.importorskip("peft")
 
 from peft import PeftModel  # noqa: E402
 from safetensors.torch import load  # noqa: E402
-from tests.tools.tiny_model import build_tiny_model  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from spotgrpo.consumer import logprobs as scoring  # noqa: E402
@@ -26,6 +25,7 @@ from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig  # noqa:
 from spotgrpo.shared.errors import ConfigError, IntegrityError  # noqa: E402
 from spotgrpo.shared.ids import PolicyVersion, TaskId  # noqa: E402
 from spotgrpo.shared.wire import Group, Rollout, Sampling, VersionRun  # noqa: E402
+from tests.tools.tiny_model import build_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.engine
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -8,6 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from spotgrpo.consumer.learner import Learner
+from spotgrpo.shared.errors import ConfigError, Fenced
+from spotgrpo.shared.memory.broker import MemoryBroker
+from spotgrpo.shared.ports import Message
+from spotgrpo.shared.wire import Group, Task
 from tests.tools.loop_world import (
     RUN,
     BookkeepingTrainer,
@@ -19,12 +25,6 @@ from tests.tools.loop_world import (
     flatten,
     group_message,
 )
-
-from spotgrpo.consumer.learner import Learner
-from spotgrpo.shared.errors import ConfigError, Fenced
-from spotgrpo.shared.memory.broker import MemoryBroker
-from spotgrpo.shared.ports import Message
-from spotgrpo.shared.wire import Group, Task
 
 
 @pytest.fixture

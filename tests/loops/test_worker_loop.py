@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.tools.loop_world import RUN, World, config_of, document_of
-from tests.tools.scripted_engine import ScriptedEngine
 
 from spotgrpo.consumer.commit import BucketWriter, NewVersion
 from spotgrpo.producer.policy import PolicyWatcher
@@ -26,6 +24,8 @@ from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.ports import Message, Stored
 from spotgrpo.shared.stopping import Stopping
 from spotgrpo.shared.wire import Group, Sampling, Task, decode_group, encode_task
+from tests.tools.loop_world import RUN, World, config_of, document_of
+from tests.tools.scripted_engine import ScriptedEngine
 
 REWARDS = (
     "def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n"

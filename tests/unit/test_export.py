@@ -145,8 +145,9 @@ def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("peft")
     from peft import PeftModel
-    from tests.tools.tiny_model import build_adapter, build_tiny_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.tools.tiny_model import build_adapter, build_tiny_model
 
     model = build_tiny_model(tmp_path / "model")
     adapter = build_adapter(tmp_path / "adapter", model)

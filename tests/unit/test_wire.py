@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.wire_samples import GROUP, REPORT, SAMPLES, TASK, golden_path, rollout
 
 from spotgrpo.shared import wire
 from spotgrpo.shared.errors import WireError
 from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.packed import DEEPEST, Limits, check_shape
+from tests.tools.wire_samples import GROUP, REPORT, SAMPLES, TASK, golden_path, rollout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

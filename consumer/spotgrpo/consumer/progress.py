@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 STEP_S_MEMORY = 0.7
 """Weight of the past in the moving average of a step's seconds."""
+FLAT_BATCHES = 5
+"""Say so after as many batches in a row that are flat as a whole."""
 
 
 class StepStats(Protocol):
@@ -86,6 +88,7 @@ class Progress:
     _first_version: int = 0
     _version: int = 0
     _tokens_trained: int = 0
+    _flat_batches: int = 0
     _final: dict[str, object] = field(default_factory=dict)
     _last_record: dict[str, Json] = field(default_factory=dict)
 
@@ -164,6 +167,13 @@ class Progress:
         if stats is not None and stats.over_budget:
             log.warning(
                 "%d sequences are longer than train.token_budget: each ran alone", stats.over_budget
+            )
+        self._flat_batches = 0 if stats is not None else self._flat_batches + 1
+        if self._flat_batches and self._flat_batches % FLAT_BATCHES == 0:
+            log.warning(
+                "%d batches in a row without any difference in reward inside a group: no version came of them; "
+                "look at the rewards, or take easier or harder prompts",
+                self._flat_batches,
             )
         self._step = {
             "version": version,

@@ -10,9 +10,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
-from spotgrpo.shared.tokenizing import load_tokenizer
-
 from spotgrpo.producer.engines.base import EngineSpec
 from spotgrpo.producer.engines.registry import make_engine
 from spotgrpo.producer.policy import PolicyWatcher
@@ -20,10 +17,12 @@ from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.worker import Wiring, Worker
 from spotgrpo.shared.config import ModelConfig
 from spotgrpo.shared.errors import ConfigError, NotStored, StoreUnavailable
+from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
 from spotgrpo.shared.ids import Keys
 from spotgrpo.shared.manifest import RunDocument
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store
+from spotgrpo.shared.tokenizing import load_tokenizer
 from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
 
 if TYPE_CHECKING:
@@ -50,8 +49,13 @@ def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
     store = S3Store.connect(view.bucket)
     broker = RabbitMQBroker(view.broker, view.run.id)
     try:
-        document = wait_for_run(store, Keys(view.run.id), stopping)
-        if document is None or not _wait_for_queues(broker, stopping):
+        # The broker first: refused credentials should be heard of now, not once a learner has begun.
+        document = (
+            wait_for_run(store, Keys(view.run.id), stopping)
+            if _wait_for_queues(broker, stopping)
+            else None
+        )
+        if document is None:
             return
         model = model_of(view, document)
         rewards = Rewards.from_run(document.rewards, view.rewards, base_dir)
