@@ -521,7 +521,7 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None)
 @given(values)
 def test_the_walk_takes_what_msgpack_packs(value: Any) -> None:
     check_shape(msgpack.packb(value), Limits(items=10_000, containers=10_000))
