@@ -60,8 +60,12 @@ class Issuer:
         self._lock = threading.Lock()
 
     def task(self, task_id: TaskId, issued_at: int) -> Task:
-        """The task that ``task_id``, issued at version number ``issued_at``, stands for."""
-        sampling, train = self._config.sampling, self._config.train
+        """The task that ``task_id``, issued at version number ``issued_at``, stands for.
+
+        It asks for that version or a newer one: as many tasks are outstanding as can be trained within
+        ``max_staleness`` if each is sampled with the version at its issue, and none of them if with an older one.
+        """
+        sampling = self._config.sampling
         row = self._prompts[task_id.index]
         return Task(
             run=self._config.run.id,
@@ -71,7 +75,7 @@ class Issuer:
             row=row.row,
             sampling=self.sampling,
             seeds=rollout_seeds(self._config.run.seed, task_id, sampling.group_size),
-            min_version=max(0, issued_at - train.max_staleness),
+            min_version=issued_at,
         )
 
     @property

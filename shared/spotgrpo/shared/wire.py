@@ -77,7 +77,8 @@ class Task:
         prompt: the prompt as the data set has it; what rewards are given.
         row: the data set's other columns, handed to rewards by name.
         seeds: one for each rollout of the group.
-        min_version: oldest version number that may still be trained when the group arrives.
+        min_version: oldest version number that the group may be sampled with; a worker that serves an older one
+            adopts first.
         pinned: the version to sample with, or None for the newest.
     """
 
