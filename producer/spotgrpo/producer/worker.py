@@ -178,8 +178,7 @@ class Worker:
     async def _begin(self, delivery: Delivery, consumer: Consumer, publisher: Publisher) -> None:
         try:
             task = decode_task(delivery.message.body)
-            if task.run != self._w.document.run:
-                raise WireError(f"task of run {task.run!r}")
+            self._check(task)
         except WireError as exc:
             log.error("a task is dead-lettered: %s", exc)
             consumer.reject(delivery.handle, requeue=False)
@@ -194,6 +193,16 @@ class Worker:
         running = self._spawn(self._work(task, job, consumer, publisher))
         self._tasks.add(running)
         running.add_done_callback(self._tasks.discard)
+
+    def _check(self, task: Task) -> None:
+        """Raise WireError for a task that no worker could do; it must not wander from one to the next."""
+        document = self._w.document
+        if task.run != document.run:
+            raise WireError(f"task of run {task.run!r} in a queue of run {document.run!r}")
+        if not task.prompt_ids or len(task.prompt_ids) >= document.max_context:
+            raise WireError(
+                f"{len(task.prompt_ids)} prompt tokens do not fit a context of {document.max_context}"
+            )
 
     async def _work(self, task: Task, job: Job, consumer: Consumer, publisher: Publisher) -> None:
         """One task from version to ack. Cancelling it leaves the job in ``_jobs``, for the drain to hand back."""
