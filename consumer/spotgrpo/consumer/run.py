@@ -72,6 +72,7 @@ def run_learner(
     finally:
         broker.close()
         metrics.close()
+        store.close()
     summary |= {"run": config.run.id, "metrics": str(metrics.path)}
     write_summary(folder / "summary.json", summary)
     log.info("%s at version %s; summary in %s", summary["ended"], summary["versions"], folder)

@@ -72,6 +72,7 @@ def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
             )
     finally:
         broker.close()
+        store.close()
 
 
 def wait_for_run(store: ObjectStore, keys: Keys, stopping: Stopping) -> RunDocument | None:
