@@ -46,7 +46,7 @@ def run_learner(
         TransientError: a server did not answer within its start deadline.
         Fenced: another learner took the run over.
     """
-    store = S3Store.connect(config.bucket)
+    store = S3Store.connect(config.bucket, stopping)
     require_compare_and_swap(store)
     broker = RabbitMQBroker(config.broker, config.run.id)
     folder = config.run.output_dir / config.run.id

@@ -46,7 +46,7 @@ def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
         TransientError: a server did not answer within its start deadline.
         SpotGRPOError: the engine died.
     """
-    store = S3Store.connect(view.bucket)
+    store = S3Store.connect(view.bucket, stopping)
     broker = RabbitMQBroker(view.broker, view.run.id)
     try:
         # The broker first: refused credentials should be heard of now, not once a learner has begun.
