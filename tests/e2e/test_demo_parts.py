@@ -268,7 +268,12 @@ def recorded() -> Progress:
             "sample/staleness_max": 1,
         }
         progress.apply_learner({**values, "groups_trained": 8 * version}, at=100.0 + 4 * version)
-    generating = {"state": "generating", "version": "v00000002.e0001", "inflight": 16}
+    generating = {
+        "state": "generating",
+        "engine": "vllm",
+        "version": "v00000002.e0001",
+        "inflight": 16,
+    }
     for pid, name in ((11, "worker-1"), (12, "worker-2")):
         progress.add_worker(name)
         counted = {**generating, "groups": 9, "tokens": 1500, "tokens_per_s": 40.0}
@@ -281,6 +286,7 @@ def test_progress_knows_versions_pace_and_tokens() -> None:
     assert (progress.version, progress.rewards) == (3, [0.25, 0.5, 0.75])
     assert progress.seconds_left() == pytest.approx(5 * 4.0)
     assert progress.tokens == 3000
+    assert progress.engine == "vllm"
     assert progress.counts["groups_trained"] == 24
 
 

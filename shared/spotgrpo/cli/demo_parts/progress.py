@@ -41,6 +41,7 @@ class WorkerState:
     tokens: int = 0
     tokens_per_s: float = 0.0
     at: float = 0.0
+    engine: str = ""
     is_gone: bool = False
 
     def apply(self, report: Report) -> None:
@@ -51,6 +52,7 @@ class WorkerState:
         self.at = report.at
         self.state = str(values.get("state") or self.state)
         self.version = _short_version(values.get("version")) or self.version
+        self.engine = str(values.get("engine") or self.engine)
         self.inflight = int(_number(values, "inflight") or 0)
         self.groups = int(_number(values, "groups") or self.groups)
         self.tokens = int(_number(values, "tokens") or self.tokens)
@@ -116,6 +118,11 @@ class Progress:
     @property
     def tokens(self) -> int:
         return sum(worker.tokens for worker in self.workers.values())
+
+    @property
+    def engine(self) -> str:
+        """What the workers generate with; empty before one said so."""
+        return next((worker.engine for worker in self.workers.values() if worker.engine), "")
 
     def seconds_left(self) -> float | None:
         """Steps left at the pace of the last ones; None before there is one."""
