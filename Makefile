@@ -43,7 +43,7 @@ services: env broker
 	@$(BIN)/spotgrpo services $(ARGS)
 
 test: env-dev broker
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: env-dev
 	$(BIN)/ruff format --check .
@@ -59,7 +59,7 @@ bench: env-dev broker
 	done
 
 clean:
-	rm -rf $(VENV) .spotgrpo dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .spotgrpo .demo dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find producer consumer shared tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 env: $(PACKAGE) $(VLLM)

@@ -23,7 +23,6 @@ from spotgrpo.shared.services import PrivateRabbitMQ, PrivateS3
 from tests.tools.tiny_model import build_tiny_model
 
 SPOTGRPO = Path(sysconfig.get_path("scripts")) / "spotgrpo"
-RUN = "e2e"
 
 TOML = """
 [run]
@@ -72,7 +71,8 @@ class Run:
     """A run's folder and its processes."""
 
     def __init__(self, folder: Path, store: S3Store) -> None:
-        self.folder, self.store, self.keys = folder, store, Keys(RUN)
+        self.folder, self.store, self.id = folder, store, folder.name.replace("_", "-")[-40:]
+        self.keys = Keys(self.id)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.environ = {
             **{
@@ -138,12 +138,21 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, rabbitmq_server: PrivateRabbitMQ, s3_server: PrivateS3) -> Iterator[Run]:
+    bucket = BucketConfig.model_validate(
+        {
+            "url": f"s3://{s3_server.bucket}/e2e",
+            "endpoint_url": s3_server.endpoint_url,
+            "access_key_id": s3_server.access_key_id,
+            "secret_access_key": s3_server.secret_access_key,
+        }
+    )
+    one = Run(tmp_path, S3Store(bucket))
     build_tiny_model(tmp_path / "model")
     (tmp_path / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"{i} plus {i} is ", "wanted": str(2 * i)} for i in range(20)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {
-        "run": RUN,
+        "run": one.id,
         "folder": tmp_path,
         "broker": rabbitmq_server.url,
         "bucket": s3_server.bucket,
@@ -153,17 +162,6 @@ def run(tmp_path: Path, rabbitmq_server: PrivateRabbitMQ, s3_server: PrivateS3) 
         "model": tmp_path / "model",
     }
     (tmp_path / "run.toml").write_text(TOML.format(**settings))
-    store = S3Store(
-        BucketConfig.model_validate(
-            {
-                "url": f"s3://{s3_server.bucket}/e2e",
-                "endpoint_url": s3_server.endpoint_url,
-                "access_key_id": s3_server.access_key_id,
-                "secret_access_key": s3_server.secret_access_key,
-            }
-        )
-    )
-    one = Run(tmp_path, store)
     yield one
     one.stop()
 
@@ -195,14 +193,14 @@ def test_a_run_outlives_a_killed_worker_and_a_killed_learner(run: Run) -> None:
 
     records = [
         json.loads(line)
-        for line in (run.folder / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
+        for line in (run.folder / "runs" / run.id / "metrics.jsonl").read_text().splitlines()
     ]
     assert [record["version"] for record in records][-1] == 8
     assert all(record["schema"] == 1 for record in records)
     assert any(record["ratio_mean"] is not None for record in records)
-    summary = json.loads((run.folder / "runs" / RUN / "summary.json").read_text())
+    summary = json.loads((run.folder / "runs" / run.id / "summary.json").read_text())
     assert summary["ended"] == "done"
-    assert "hunter" not in (run.folder / "runs" / RUN / "summary.json").read_text()
+    assert "hunter" not in (run.folder / "runs" / run.id / "summary.json").read_text()
 
     exported = run.command("export", "run.toml", "--out", "adapter")
     assert exported.returncode == 0, exported.stderr
