@@ -13,13 +13,22 @@ import contextlib
 import logging
 import random
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from spotgrpo.producer.engines.base import Engine
 from spotgrpo.producer.probe import judge
-from spotgrpo.shared.errors import IntegrityError, NotStored, TransientError, WireError
+from spotgrpo.shared.errors import (
+    ConfigError,
+    IntegrityError,
+    NotStored,
+    StoreUnavailable,
+    TransientError,
+    WireError,
+)
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.manifest import (
     ADAPTER_CONFIG,
@@ -33,8 +42,12 @@ from spotgrpo.shared.manifest import (
 from spotgrpo.shared.ports import ObjectStore
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LONGEST_PAUSE_S = 30.0
+FINISHED_GRACE_S = 60.0
+"""A run that was finished when the worker came may be about to be resumed; after this it is believed."""
 
 
 @dataclass(eq=False)
@@ -58,7 +71,14 @@ class Adoptions:
 
 
 class PolicyWatcher:
-    """Keeps the engine at the newest version. Lives in the worker's event loop; the bucket is read in threads."""
+    """Keeps the engine at the newest version. Lives in the worker's event loop; the bucket is read in threads.
+
+    Args:
+        cache_dir: where versions are kept while the engine holds them.
+        poll_s: between two looks at ``latest.json``.
+        keep: versions that the engine holds at most.
+        finished_grace_s: how long a run that was never seen unfinished is watched before ``finished`` is set.
+    """
 
     def __init__(
         self,
@@ -70,6 +90,7 @@ class PolicyWatcher:
         cache_dir: Path,
         poll_s: float,
         keep: int,
+        finished_grace_s: float = FINISHED_GRACE_S,
     ) -> None:
         self._store, self._keys, self._engine, self._document = store, keys, engine, document
         self._cache_dir, self._poll_s, self._keep = cache_dir, poll_s, keep
@@ -80,6 +101,9 @@ class PolicyWatcher:
         self._released = asyncio.Event()
         self._changed = asyncio.Condition()
         self._folders = 0
+        self._finished_grace_s = finished_grace_s
+        self._says_finished = self._was_unfinished = False
+        self._started = time.monotonic()
         self.current: Adopted | None = None
         self.finished = asyncio.Event()
         self.counts = Adoptions()
@@ -95,6 +119,7 @@ class PolicyWatcher:
         while True:
             try:
                 await self._look()
+                self._judge_finished()
                 if troubled:
                     log.info("the bucket answers again")
                 troubled, pause = False, self._poll_s
@@ -117,7 +142,11 @@ class PolicyWatcher:
         self._woken.clear()
 
     async def _look(self) -> None:
-        stored = await asyncio.to_thread(self._store.get_if_changed, self._keys.latest, self._etag)
+        try:
+            stored = await self._ask(self._store.get_if_changed, self._keys.latest, self._etag)
+        except NotStored:
+            self._was_unfinished = True  # not even begun
+            raise
         if stored is None:
             return
         try:
@@ -128,10 +157,27 @@ class PolicyWatcher:
             return
         await self._follow(latest.serving)
         self._etag = stored.etag
-        if latest.finished:
+        self._says_finished = latest.finished
+        self._was_unfinished = self._was_unfinished or not latest.finished
+
+    def _judge_finished(self) -> None:
+        """Let a worker that came before the learner of a resumed run see that run go on, not leave at once."""
+        waited_s = time.monotonic() - self._started
+        if self._says_finished and (self._was_unfinished or waited_s >= self._finished_grace_s):
             self.finished.set()
         else:
             self.finished.clear()
+
+    async def _ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """A call of the bucket, in a thread.
+
+        The bucket let this worker in before: a refusal now (a token that ran out) may pass like any other trouble,
+        and the versions that are loaded serve meanwhile.
+        """
+        try:
+            return await asyncio.to_thread(call, *args, **kwargs)
+        except ConfigError as exc:
+            raise StoreUnavailable(str(exc)) from exc
 
     async def _follow(self, serving: Serving) -> None:
         """Adopt ``serving`` unless it is served already or was refused before."""
@@ -161,7 +207,7 @@ class PolicyWatcher:
         await self._unload_old()
 
     async def _load(self, serving: Serving) -> Adopted:
-        body = (await asyncio.to_thread(self._store.get, serving.manifest)).body
+        body = (await self._ask(self._store.get, serving.manifest)).body
         if sha256_hex(body) != serving.sha256:
             raise IntegrityError(
                 f"{serving.manifest} does not have the sha256 that latest.json names"
@@ -200,7 +246,7 @@ class PolicyWatcher:
         await asyncio.to_thread(folder.mkdir, parents=True)
         for entry in manifest.files:
             key = self._keys.version(manifest.policy, entry.name)
-            await asyncio.to_thread(
+            await self._ask(
                 self._store.download, key, folder / entry.name, entry.size, entry.sha256
             )
 
@@ -249,12 +295,17 @@ class PolicyWatcher:
         """A version that the engine still holds."""
         return self._loaded.get(version)
 
+    def serves(self, number: int) -> Adopted | None:
+        """The served version, where it is ``number`` or newer."""
+        current = self.current
+        return current if current is not None and current.version.number >= number else None
+
     async def at_least(self, number: int) -> Adopted:
         """The served version, waiting until it is ``number`` or newer."""
         async with self._changed:
-            while self.current is None or self.current.version.number < number:
+            while (adopted := self.serves(number)) is None:
                 await self._changed.wait()
-            return self.current
+            return adopted
 
     @contextlib.contextmanager
     def using(self, adopted: Adopted) -> Iterator[PolicyVersion]:
