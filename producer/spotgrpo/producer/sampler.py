@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spotgrpo.producer.engines.base import Engine, GenerationRequest
-from spotgrpo.shared.errors import SpotGRPOError
+from spotgrpo.producer.engines.base import Engine, GenerationRequest, RequestRefused
+from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.wire import Finish, Rollout, Task, VersionRun
 
@@ -46,10 +46,20 @@ class Sampler:
 
         Raises:
             Aborted: the engine ended a request early.
+            RequestRefused: the engine cannot do this task, and is well.
         """
         started = time.time()
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._rollout(task, version, seed)) for seed in task.seeds]
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [
+                    group.create_task(self._rollout(task, version, seed)) for seed in task.seeds
+                ]
+        except ExceptionGroup as errors:
+            # ConfigError: the prompt does not fit, which a request may say by that name too.
+            refused, others = errors.split((RequestRefused, ConfigError))
+            if refused is None or others is not None:
+                raise
+            raise RequestRefused(f"{refused.exceptions[0]}") from errors
         return Sampled(tuple(one.result() for one in running), started, time.time())
 
     async def _rollout(self, task: Task, version: PolicyVersion, seed: int) -> Rollout:

@@ -1,27 +1,29 @@
 """The generator worker: takes tasks, samples and scores groups, publishes them until confirmed, then acks.
 
 consumes:     the tasks queue, at most what fits into the engine
-waits for:    room in the engine, a version that is new enough
+waits for:    a version that is new enough, then room in the engine
 unblocked by: a finished group, an adoption
 produces:     one group a task on the rollouts queue; a task is acked only after its group was confirmed
-on stop:      takes nothing more, finishes what it can in ``drain_s``, hands the rest back
+on stop:      takes nothing more, finishes what it can in ``drain_s``, hands the rest back while the broker answers
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from spotgrpo.producer.engines.base import Engine
+from spotgrpo.producer.engines.base import Engine, RequestRefused
 from spotgrpo.producer.policy import Adopted, PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.sampler import Sampled, Sampler
@@ -56,6 +58,8 @@ from spotgrpo.shared.wire import (
 log = logging.getLogger(__name__)
 
 TAKE_S = 0.5
+HAND_BACK_S = 5.0
+"""What a drain may take beyond ``drain_s``; the broker requeues by itself whatever is still unacked then."""
 
 
 class Decoder(Protocol):
@@ -87,11 +91,15 @@ class Wiring:
 
 @dataclass
 class Job:
-    """A task in this worker's hands. ``handle`` is that of its newest delivery."""
+    """A task in this worker's hands.
 
-    handle: Handle
+    Attributes:
+        handles: of all its deliveries. A copy on a living channel is unsettled like the first; those of a channel
+            that is gone name nothing, and the consumer drops them.
+    """
+
     message: Message
-    sequences: int = 0
+    handles: list[Handle]
 
 
 class Room:
@@ -100,19 +108,33 @@ class Room:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.used = 0
-        self._freed = asyncio.Condition()
+        self._waiting = 0
+        self._changed = asyncio.Condition()
 
-    async def take(self, sequences: int) -> None:
-        async with self._freed:
-            await self._freed.wait_for(
-                lambda: not self.used or self.used + sequences <= self._limit
-            )
-            self.used += sequences
+    @contextlib.asynccontextmanager
+    async def taken(self, sequences: int) -> AsyncIterator[None]:
+        """Wait for room and hold it while the block runs."""
+        async with self._changed:
+            self._waiting += 1
+            try:
+                await self._changed.wait_for(
+                    lambda: not self.used or self.used + sequences <= self._limit
+                )
+                self.used += sequences
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self.used -= sequences
+                self._changed.notify_all()
 
-    async def give_back(self, sequences: int) -> None:
-        async with self._freed:
-            self.used -= sequences
-            self._freed.notify_all()
+    async def nobody_waits(self) -> None:
+        """Wait until everyone who asked for room has it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._waiting)
 
 
 class Worker:
@@ -128,7 +150,10 @@ class Worker:
         self._sampler = Sampler(wiring.engine, self._count)
         self._tokens = self._groups = self._recent_tokens = 0
         self._last_token = time.monotonic()
+        self._submitted = 0
         self._state = "waiting for a version"
+        # A full window blocks publish: in a thread of its own, or it would block takes and the bucket as well.
+        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
 
     async def run(self) -> None:
         """Work until told to stop, until the run is finished, or until the engine dies (which raises)."""
@@ -140,6 +165,8 @@ class Worker:
             self._spawn(self._watch_engine()),
         ]
         wakeups = self._subscribe()
+        if wakeups is not None:
+            background.append(self._spawn(self._wake_for_ever(wakeups)))
         stopped = asyncio.create_task(self._w.stopping.wait_async())
         finished = asyncio.create_task(self._w.policy.finished.wait())
         intake = self._spawn(self._take_for_ever(consumer, publisher))
@@ -170,12 +197,12 @@ class Worker:
 
     async def _take_for_ever(self, consumer: Consumer, publisher: Publisher) -> None:
         while True:
-            await self._room.take(0)  # no delivery is begun before there is room for a group
+            await self._room.nobody_waits()  # one task at most is begun without room for it
             delivery = await asyncio.to_thread(consumer.take, TAKE_S)
             if delivery is not None:
-                await self._begin(delivery, consumer, publisher)
+                self._begin(delivery, consumer, publisher)
 
-    async def _begin(self, delivery: Delivery, consumer: Consumer, publisher: Publisher) -> None:
+    def _begin(self, delivery: Delivery, consumer: Consumer, publisher: Publisher) -> None:
         try:
             task = decode_task(delivery.message.body)
             self._check(task)
@@ -184,12 +211,10 @@ class Worker:
             consumer.reject(delivery.handle, requeue=False)
             return
         job = self._jobs.get(task.task_id)
-        if job is not None:  # the channel was lost meanwhile: only the newest delivery can be acked
-            job.handle = delivery.handle
+        if job is not None:  # a copy, or the channel was lost meanwhile
+            job.handles.append(delivery.handle)
             return
-        self._jobs[task.task_id] = job = Job(delivery.handle, delivery.message)
-        await self._room.take(task.group_size)
-        job.sequences = task.group_size
+        self._jobs[task.task_id] = job = Job(delivery.message, [delivery.handle])
         running = self._spawn(self._work(task, job, consumer, publisher))
         self._tasks.add(running)
         running.add_done_callback(self._tasks.discard)
@@ -207,19 +232,45 @@ class Worker:
     async def _work(self, task: Task, job: Job, consumer: Consumer, publisher: Publisher) -> None:
         """One task from version to ack. Cancelling it leaves the job in ``_jobs``, for the drain to hand back."""
         try:
-            adopted = task.pinned and self._w.policy.loaded(task.pinned)
-            adopted = adopted or await self._w.policy.at_least(task.min_version)
-            self._state = "generating"
-            with self._w.policy.using(adopted) as version:
-                sampled = await self._sampler.sample(task, version)
-        finally:
-            await self._room.give_back(job.sequences)
-            job.sequences = 0
+            adopted, sampled = await self._sample(task)
+        except RequestRefused as exc:
+            log.error("task %s is dead-lettered: %s", task.task_id, exc)
+            for handle in job.handles:
+                consumer.reject(handle, requeue=False)
+            self._jobs.pop(task.task_id, None)
+            return
         group = await self._score(task, adopted, sampled)
         await self._publish(group, publisher)
-        consumer.ack([job.handle])
+        consumer.ack(job.handles)
         self._jobs.pop(task.task_id, None)
         self._groups += 1
+
+    async def _sample(self, task: Task) -> tuple[Adopted, Sampled]:
+        """The version first: a task that waits for one must not hold room. What is served may change meanwhile."""
+        while True:
+            if self._version_for(task) is None:
+                await self._w.policy.at_least(task.min_version)
+            async with self._room.taken(task.group_size):
+                adopted = self._version_for(task)
+                if adopted is None:
+                    continue
+                self._state = "generating"
+                with self._w.policy.using(adopted) as version, self._submitting(task.group_size):
+                    return adopted, await self._sampler.sample(task, version)
+
+    def _version_for(self, task: Task) -> Adopted | None:
+        """The version that a task would be sampled on now; None where it has to wait."""
+        pinned = self._w.policy.loaded(task.pinned) if task.pinned else None
+        return pinned or self._w.policy.serves(task.min_version)
+
+    @contextlib.contextmanager
+    def _submitting(self, sequences: int) -> Iterator[None]:
+        """Count what the engine owes tokens for."""
+        self._submitted += sequences
+        try:
+            yield
+        finally:
+            self._submitted -= sequences
 
     async def _score(self, task: Task, adopted: Adopted, sampled: Sampled) -> Group:
         ids = [rollout.token_ids.tolist() for rollout in sampled.rollouts]
@@ -261,7 +312,12 @@ class Worker:
             "kind": kind,
         }
         message = Message(body, message_id=f"{group.task_id}/{group.worker}", headers=headers)
-        confirmed = await asyncio.to_thread(publisher.publish, self._queues.rollouts, message)
+        await self._confirmed(publisher, self._queues.rollouts, message)
+
+    async def _confirmed(self, publisher: Publisher, queue: str, message: Message) -> None:
+        confirmed = await asyncio.get_running_loop().run_in_executor(
+            self._publishing, publisher.publish, queue, message
+        )
         await asyncio.wrap_future(confirmed)
 
     def _store_body(self, group: Group, body: bytes) -> bytes:
@@ -280,20 +336,34 @@ class Worker:
         """
         consumer.cancel()
         self._state = "draining"
+        left: list[tuple[Message, Sequence[Handle]]] = []
+        handed_back = 0
+        try:
+            async with asyncio.timeout(patience_s + HAND_BACK_S):
+                await self._finish(patience_s)
+                left += [(job.message, job.handles) for job in self._jobs.values()]
+                while (delivery := await asyncio.to_thread(consumer.take, 0)) is not None:
+                    left.append((delivery.message, [delivery.handle]))
+                for message, handles in left:
+                    await self._confirmed(publisher, self._queues.tasks, message)
+                    consumer.ack(handles)
+                    handed_back += 1
+        except (TimeoutError, SpotGRPOError) as exc:
+            log.warning(
+                "could not hand %d unfinished tasks back (%s): the broker requeues them",
+                len(left or self._jobs) - handed_back,
+                str(exc) or "no answer in time",
+            )
+        if handed_back:
+            log.info("handed %d unfinished tasks back", handed_back)
+
+    async def _finish(self, patience_s: float) -> None:
+        """Let running tasks end within ``patience_s``; cancel the rest."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=patience_s)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        left = [(job.message, job.handle) for job in self._jobs.values()]
-        while (delivery := await asyncio.to_thread(consumer.take, 0)) is not None:
-            left.append((delivery.message, delivery.handle))
-        for message, handle in left:
-            confirmed = await asyncio.to_thread(publisher.publish, self._queues.tasks, message)
-            await asyncio.wait_for(asyncio.wrap_future(confirmed), timeout=10.0)
-            consumer.ack([handle])
-        if left:
-            log.info("handed %d unfinished tasks back", len(left))
 
     async def _close(
         self, consumer: Consumer, publisher: Publisher, wakeups: Consumer | None
@@ -301,6 +371,7 @@ class Worker:
         for port in (wakeups, consumer, publisher):
             if port is not None:
                 await asyncio.to_thread(port.close)
+        self._publishing.shutdown(wait=False, cancel_futures=True)
         await self._w.engine.close()
 
     # ---- background ----------------------------------------------------------------------------------------------
@@ -324,13 +395,16 @@ class Worker:
                 "not allowed to hear of new versions: polling every %.1f s", self._w.config.poll_s
             )
             return None
-        self._spawn(self._wake_for_ever(wakeups))
         return wakeups
 
     async def _wake_for_ever(self, wakeups: Consumer) -> None:
         while not self._w.stopping.is_set():
+            asked = time.monotonic()
             if await asyncio.to_thread(wakeups.take, TAKE_S) is not None:
                 self._w.policy.wake()
+            elif time.monotonic() - asked < TAKE_S / 2:  # it has ended: it would answer so for ever
+                log.info("no more news of versions: polling every %.1f s", self._w.config.poll_s)
+                return
 
     def _count(self, tokens: int) -> None:
         self._tokens += tokens
@@ -341,12 +415,12 @@ class Worker:
         """An engine that gives no token while it has work would hold its tasks for ever behind a living heartbeat."""
         while True:
             await asyncio.sleep(1.0)
-            if not self._room.used or self._w.policy.current is None:
+            if not self._submitted:
                 self._last_token = time.monotonic()
             silent = time.monotonic() - self._last_token
             if silent > self._w.config.engine_stall_s:
                 raise SpotGRPOError(
-                    f"the engine gave no token for {silent:.0f} s with {self._room.used} sequences in flight"
+                    f"the engine gave no token for {silent:.0f} s with {self._submitted} sequences in flight"
                 )
 
     async def _report_for_ever(self, publisher: Publisher) -> None:
@@ -373,7 +447,7 @@ class Worker:
             if self._jobs
             else "idle",
             "engine": self._w.engine.name,
-            "inflight": self._room.used,
+            "inflight": self._submitted,
             "tasks": len(self._jobs),
             "groups": self._groups,
             "tokens": self._tokens,

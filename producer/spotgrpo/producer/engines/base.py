@@ -10,12 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from spotgrpo.shared.errors import SpotGRPOError
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
     from spotgrpo.shared.ids import PolicyVersion
     from spotgrpo.shared.wire import Finish, Float32Array, Sampling
+
+
+class RequestRefused(SpotGRPOError):
+    """The engine cannot do this one request, nor could another engine of the run; it is well and goes on."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +122,8 @@ class Engine(Protocol):
 
         Called in the event loop that ``start`` ran in. The request runs from this call on, not from the
         first ``anext``. The iterator raises ConfigError for a prompt that leaves no room in the context,
-        and SpotGRPOError for a version that is not loaded or an engine that died. Leaving the iterator
-        early (``aclose``) aborts the request.
+        RequestRefused for tokens that the model does not have, and SpotGRPOError for a version that is not
+        loaded or an engine that died. Leaving the iterator early (``aclose``) aborts the request.
         """
 
     async def abort(self, request_id: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from spotgrpo.shared.errors import ConfigError, SpotGRPOError
+from spotgrpo.producer.engines.base import RequestRefused
+from spotgrpo.shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,16 +36,16 @@ class Ends:
         self._vocabulary = vocabulary
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
-        """Raise SpotGRPOError for tokens that the model does not have, or that leave no room for one more.
+        """Raise RequestRefused for tokens that the model does not have, or that leave no room for one more.
 
         Either would end the engine, not just the request.
         """
         if not 1 <= len(token_ids) < self._max_context:
-            raise SpotGRPOError(
+            raise RequestRefused(
                 f"{len(token_ids)} tokens are not 1 to {self._max_context - 1}, what the model takes"
             )
         if not all(0 <= token_id < self._vocabulary for token_id in token_ids):
-            raise SpotGRPOError(f"a token id is not one of the model's {self._vocabulary}")
+            raise RequestRefused(f"a token id is not one of the model's {self._vocabulary}")
 
     def token_limit(self, request: GenerationRequest) -> int:
         """Completion tokens at most, prefix included.
