@@ -33,6 +33,9 @@ from spotgrpo.shared.retry import retry
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 5.0
+"""How long ``close`` waits for a transfer that is on its way; the thread is a daemon."""
+
 
 @dataclass(frozen=True)
 class NewVersion:
@@ -78,13 +81,17 @@ class Stored:
 
 
 class BucketWriter:
-    """Stores immutable objects of one run, trying for as long as the bucket is unreachable."""
+    """Stores immutable objects of one run, trying for as long as the bucket is unreachable.
 
-    def __init__(self, store: ObjectStore, keys: Keys, stopping: threading.Event) -> None:
-        self._store, self._keys, self._stopping = store, keys, stopping
+    Args:
+        abandon: once set, an unreachable bucket is given up (StoreUnavailable).
+    """
+
+    def __init__(self, store: ObjectStore, keys: Keys, abandon: threading.Event) -> None:
+        self._store, self._keys, self.abandon = store, keys, abandon
 
     def _create(self, key: str, body: bytes) -> None:
-        retry(f"storing {key}", lambda: self._store.create(key, body), stopping=self._stopping)
+        retry(f"storing {key}", lambda: self._store.create(key, body), stopping=self.abandon)
 
     def store_version(self, new: NewVersion) -> Stored:
         """Files first, the manifest last: a version without one does not exist."""
@@ -123,7 +130,7 @@ class BucketWriter:
 class AfterDurable(Protocol):
     """What may happen only once a ledger is committed: ack, publish, delete."""
 
-    def __call__(self, latest: Latest, retired_state: str | None) -> None: ...
+    def __call__(self, latest: Latest) -> None: ...
 
 
 class Committer:
@@ -141,11 +148,9 @@ class Committer:
         *,
         on_serving: Callable[[PolicyVersion], None],
         on_durable: AfterDurable,
-        stopping: threading.Event,
     ) -> None:
         self._writer, self._pointer, self._latest = writer, pointer, latest
         self._on_serving, self._on_durable = on_serving, on_durable
-        self._stopping = stopping
         self._jobs: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -183,9 +188,10 @@ class Committer:
         self._jobs.put(commit)
 
     def close(self) -> None:
-        """End the thread after the commit in flight; one that cannot land is abandoned if ``stopping`` is set."""
+        """End the thread. A commit that cannot land now is given up: what it settles was not acked, and is redone."""
+        self._writer.abandon.set()
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while (commit := self._jobs.get()) is not None:
@@ -206,10 +212,9 @@ class Committer:
             self._on_serving(stored.version)
         if commit.ledger is None:
             return
-        before = self._latest.durable
         durable = self._store_durable(commit, commit.ledger)
         self._move(durable=durable, step_s=commit.step_s, finished=commit.finished)
-        self._on_durable(self._latest, before.state if before.state != durable.state else None)
+        self._on_durable(self._latest)
 
     def _store_durable(self, commit: Commit, ledger: Ledger) -> Durable:
         serving, before = self._latest.serving, self._latest.durable
@@ -230,5 +235,5 @@ class Committer:
 
     def _move(self, **changes: object) -> None:
         new = self._latest.model_copy(update={**changes, "nonce": fresh_nonce()})
-        self._pointer.move(new, stopping=self._stopping)
+        self._pointer.move(new, stopping=self._writer.abandon)
         self._latest = new

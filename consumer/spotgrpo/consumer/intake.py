@@ -8,8 +8,10 @@ produces:     a batch of held groups; everything else it settles as flat, stale 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +19,15 @@ from dataclasses import dataclass, field
 from spotgrpo.consumer.advantages import group_advantages
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
-from spotgrpo.consumer.staleness import Lag, lag_of, oldest_version
+from spotgrpo.consumer.staleness import Lag, lag_of, lineage_version, oldest_version
 from spotgrpo.shared.config import TrainConfig
-from spotgrpo.shared.errors import IntegrityError, NotStored, WireError
+from spotgrpo.shared.errors import (
+    IntegrityError,
+    NotStored,
+    SpotGRPOError,
+    StoreUnavailable,
+    WireError,
+)
 from spotgrpo.shared.ids import Keys, TaskId
 from spotgrpo.shared.manifest import sha256_hex
 from spotgrpo.shared.ports import Consumer, Delivery, Handle, ObjectStore
@@ -28,6 +36,8 @@ from spotgrpo.shared.wire import Group, GroupRef, Sampling, decode_group, decode
 
 log = logging.getLogger(__name__)
 
+LARGEST_REWARD = 1e9
+"""Beyond it float32 loses what rewards differ by, and sums overflow."""
 POLL_S = 0.2
 """Longest wait for a delivery before the learner looks at everything else."""
 
@@ -67,6 +77,8 @@ class Expected:
 
     def check(self, group: Group) -> None:
         """Raise WireError for a group that would be trained wrongly or crash the trainer."""
+        if any(abs(rollout.reward or 0.0) > LARGEST_REWARD for rollout in group.rollouts):
+            raise WireError(f"a reward beyond {LARGEST_REWARD:g}")
         if group.run != self.run:
             raise WireError(f"group of run {group.run!r} in a queue of run {self.run!r}")
         if len(group.rollouts) != self.group_size:
@@ -113,27 +125,28 @@ class Intake:
         expected: Expected,
         train: TrainConfig,
         pacing: Pacing,
+        epoch: int,
+        stopping: threading.Event,
     ) -> None:
         self._rollouts, self._dead = rollouts, dead
         self._store, self._keys = store, keys
         self._settlement, self._expected = settlement, expected
         self._train, self._pacing = train, pacing
+        self._epoch, self._stopping = epoch, stopping
         self._held: dict[TaskId, HeldGroup] = {}
         self.seen = Seen()
 
-    def next_batch(
-        self, version: int, on_wait: Callable[[bool], None], done: Callable[[], bool]
-    ) -> list[HeldGroup]:
-        """The next step's groups, oldest first; fewer only where no more can come; empty once ``done``.
+    def next_batch(self, version: int, on_wait: Callable[[bool], None]) -> list[HeldGroup]:
+        """The next step's groups, oldest first; fewer only where no more can come; empty once told to stop.
 
         Args:
             version: number of the version whose weights the gradient will be taken at.
             on_wait: called again and again while there is no batch, with True where settled tasks or free issue
                 budget wait for a commit of their own (rule 5).
-            done: asked whether to give up waiting.
         """
-        while not done():
-            self._receive(version)
+        while not self._stopping.is_set():
+            if not self._receive(version):
+                break
             self._drop_stale(version)
             usable = sorted(self._held.values(), key=lambda held: (held.oldest, held.task))
             if len(usable) >= self._pacing.groups_per_step or (
@@ -147,31 +160,41 @@ class Intake:
         return []
 
     def _nothing_more_comes(self, usable: int, version: int) -> bool:
+        if self._settlement.in_flight:
+            return False  # what it acks makes room, what it issues may come
         if self._settlement.receipts >= self._pacing.window:
             return True  # a full prefetch window must never stand still
-        if (
-            self._settlement.in_flight
-            or self._settlement.has_settleable
-            or self._can_issue(version)
-        ):
+        if self._settlement.has_settleable or self._can_issue(version):
             return False
         return self._settlement.unsettled == usable
 
     def _can_issue(self, version: int) -> bool:
         return self._pacing.budget(version, self._settlement.unsettled) > 0
 
-    def _receive(self, version: int) -> None:
-        """Take in what is there; wait a moment if nothing is."""
-        self._receive_dead()
-        delivery = self._rollouts.take(POLL_S)
-        while delivery is not None:
-            self._accept(delivery, version)
-            delivery = self._rollouts.take(0) if len(self._held) < self._pacing.window else None
+    def _receive(self, version: int) -> bool:
+        """Take in what is there; wait a moment if nothing is. False if told to stop while the bucket was away."""
+        self._settlement.drop_void(_is_void)
+        try:
+            if (
+                self._rollouts.generation
+            ):  # else another learner may lead, and these may be its dead letters
+                self._receive_dead()
+            delivery = self._rollouts.take(POLL_S)
+            while delivery is not None:
+                self._accept(delivery, version)
+                delivery = self._rollouts.take(0) if len(self._held) < self._pacing.window else None
+        except StoreUnavailable:
+            if not self._stopping.is_set():
+                raise
+            return False
+        return True
 
     def _accept(self, delivery: Delivery, version: int) -> None:
         try:
             task = TaskId.parse(str(delivery.message.headers.get("task", "")))
             group, object_key = self._decode(delivery, task)
+            if group is not None:
+                self._check_versions(group, version)
         except WireError as exc:
             log.error(
                 "a group from worker %s is dead-lettered: %s",
@@ -185,6 +208,7 @@ class Intake:
         verdict = self._settlement.receive(task, receipt)
         if verdict == "duplicate":
             self._rollouts.ack([delivery.handle])
+            self._drop_body(object_key)
         elif verdict == "held" and group is not None:
             self._hold(task, group, version)
 
@@ -193,7 +217,9 @@ class Intake:
         body, key = delivery.message.body, None
         if delivery.message.headers.get("kind") == "group_ref":
             ref = decode_group_ref(body)
-            key = ref.key
+            key = self._keys.group(task, ref.sha256)
+            if ref.key != key:
+                raise WireError(f"reference to {ref.key!r}, which is no group of task {task}")
             if task not in self._settlement.committed.outstanding:
                 return None, key
             body = self._fetch(ref)
@@ -204,33 +230,45 @@ class Intake:
         return group, key
 
     def _fetch(self, ref: GroupRef) -> bytes:
-        if ref.key != self._keys.group(ref.task_id, ref.sha256):
-            raise WireError(f"reference to {ref.key!r}, which is no group of this run")
         try:
-            found = retry(f"reading {ref.key}", lambda: self._store.get(ref.key)).body
+            found = retry(
+                f"reading {ref.key}", lambda: self._store.get(ref.key), stopping=self._stopping
+            ).body
         except NotStored as exc:
             raise WireError(f"{ref.key} is not in the bucket") from exc
         if len(found) != ref.size or sha256_hex(found) != ref.sha256:
             raise WireError(f"{ref.key} does not have the size and sha256 of its reference")
         return found
 
+    def _check_versions(self, group: Group, version: int) -> None:
+        """A version that this line never had would never be stale."""
+        for run in {run for rollout in group.rollouts for run in rollout.versions}:
+            counts_as = lineage_version(run.version, self._settlement.committed.takeovers)
+            if run.version.epoch > self._epoch or counts_as > version:
+                raise WireError(f"sampled by {run.version}, which was never served")
+
+    def _drop_body(self, object_key: str | None) -> None:
+        """The object of a group that was settled before it came; failing to delete costs space."""
+        if object_key is not None:
+            with contextlib.suppress(SpotGRPOError):
+                self._store.delete([object_key])
+
     def _hold(self, task: TaskId, group: Group, version: int) -> None:
         self.seen.groups += 1
         self.seen.tokens += group.tokens
-        advantages = group_advantages(
-            [rollout.reward for rollout in group.rollouts], self._train.advantage_scale
-        )
-        held = HeldGroup(
-            task,
-            group,
-            oldest_version(group, self._settlement.committed.takeovers),
-            version,
-            advantages.has_signal,
-        )
+        oldest = oldest_version(group, self._settlement.committed.takeovers)
+        held = HeldGroup(task, group, oldest, version, self._has_signal(group))
         if self._train.refill_flat and not held.has_signal:
             self._settlement.settle("flat", [task])
         else:
             self._held[task] = held
+
+    def _has_signal(self, group: Group) -> bool:
+        """Whether a gradient comes of it: rewards differ, and some token of a scored rollout is trained."""
+        rewards = [rollout.reward for rollout in group.rollouts]
+        advantages = group_advantages(rewards, self._train.advantage_scale)
+        scored = zip(advantages.used, group.rollouts, strict=True)
+        return advantages.has_signal and any(used and one.loss_mask.any() for used, one in scored)
 
     def _drop_stale(self, version: int) -> None:
         for held in list(self._held.values()):
@@ -272,9 +310,17 @@ class Intake:
 
     def _keep_dead(self, key: str, delivery: Delivery) -> None:
         try:
-            retry(f"storing {key}", lambda: self._store.create(key, delivery.message.body))
+            retry(
+                f"storing {key}",
+                lambda: self._store.create(key, delivery.message.body),
+                stopping=self._stopping,
+            )
         except IntegrityError:
             log.info("%s holds another body already; the first is kept", key)
+
+
+def _is_void(receipt: Receipt) -> bool:
+    return receipt.handle.generation != receipt.consumer.generation
 
 
 def _short(body: bytes) -> str:

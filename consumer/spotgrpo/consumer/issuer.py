@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from spotgrpo.consumer.prompts import PromptSource
 from spotgrpo.shared.config import Config
 from spotgrpo.shared.ids import Queues, TaskId
-from spotgrpo.shared.ports import Message, Publisher
+from spotgrpo.shared.ports import Message, Publisher, QueueDepth
 from spotgrpo.shared.wire import SCHEMA, Sampling, Task, encode_task
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,11 @@ def rollout_seeds(seed: int, task: TaskId, group_size: int) -> tuple[int, ...]:
 
 @dataclass
 class _Timer:
+    """When a task is published again: ``wait`` seconds after its last publish was confirmed."""
+
     due: float
     wait: float
+    is_confirmed: bool = False
 
 
 class Issuer:
@@ -58,6 +62,7 @@ class Issuer:
         self._queue = Queues(config.run.id).tasks
         self._timers: dict[TaskId, _Timer] = {}
         self._lock = threading.Lock()
+        self._error: BaseException | None = None
 
     def task(self, task_id: TaskId, issued_at: int) -> Task:
         """The task that ``task_id``, issued at version number ``issued_at``, stands for.
@@ -92,11 +97,29 @@ class Issuer:
     def publish(self, tasks: Iterable[tuple[TaskId, int]]) -> None:
         """Publish tasks (id, version at issue) that a committed ledger holds."""
         for task_id, issued_at in tasks:
-            with self._lock:
-                body = encode_task(self.task(task_id, issued_at))
-                wait = self._config.train.reissue_after_s
-                self._timers[task_id] = _Timer(self._clock() + wait, wait)
-            self._publisher.publish(self._queue, self._message(task_id, body))
+            self._publish(task_id, issued_at, self._config.train.reissue_after_s)
+
+    def _publish(self, task_id: TaskId, issued_at: int, wait: float) -> None:
+        timer = _Timer(self._clock() + wait, wait)
+        with self._lock:
+            body = encode_task(self.task(task_id, issued_at))
+            self._timers[task_id] = timer
+        done = self._publisher.publish(self._queue, self._message(task_id, body))
+        done.add_done_callback(lambda future: self._confirmed(timer, future))
+
+    def _confirmed(self, timer: _Timer, future: Future[None]) -> None:
+        """On the publisher's thread. An error is for good: the loop raises it."""
+        error = future.exception()
+        with self._lock:
+            if error is not None:
+                self._error = self._error or error
+            timer.is_confirmed = error is None
+            timer.due = self._clock() + timer.wait
+
+    def check(self) -> None:
+        """Raise what keeps tasks from being published for good, if anything does."""
+        if self._error is not None:
+            raise self._error
 
     def _message(self, task_id: TaskId, body: bytes) -> Message:
         headers: dict[str, str | int] = {
@@ -112,7 +135,8 @@ class Issuer:
         with self._lock:
             wait = self._config.train.reissue_after_s
             for task_id in tasks:
-                self._timers.setdefault(task_id, _Timer(self._clock() + wait, wait))
+                timer = _Timer(self._clock() + wait, wait, is_confirmed=True)
+                self._timers.setdefault(task_id, timer)
 
     def forget(self, tasks: Iterable[TaskId]) -> None:
         """Drop the timers of settled tasks."""
@@ -120,19 +144,33 @@ class Issuer:
             for task_id in tasks:
                 self._timers.pop(task_id, None)
 
-    def reissue(self, missing: Iterable[tuple[TaskId, int]]) -> list[TaskId]:
-        """Publish again, under the same ids, the tasks of ``missing`` that gave no sign for too long."""
+    def reissue(
+        self,
+        missing: Iterable[tuple[TaskId, int]],
+        depth: Callable[[str], QueueDepth | None],
+    ) -> list[TaskId]:
+        """Publish again, under the same ids, the tasks of ``missing`` that gave no sign for too long.
+
+        Not while a publish of the same task is unconfirmed: the publisher repeats that itself. Not while tasks wait
+        in their queue either: these may be among them, and a copy would be generated for nothing.
+        """
+        due = self._due(missing)
+        if not due:
+            return []
+        tasks = depth(self._queue)
+        if tasks is None or tasks.ready:
+            return []
+        longest = LONGEST_BACKOFF * self._config.train.reissue_after_s
+        for task_id, issued_at, waited in due:
+            log.warning("task %s gave no sign for %.0f s: publishing it again", task_id, waited)
+            self._publish(task_id, issued_at, min(2 * waited, longest))
+        return [task_id for task_id, _, _ in due]
+
+    def _due(self, missing: Iterable[tuple[TaskId, int]]) -> list[tuple[TaskId, int, float]]:
         now, due = self._clock(), []
         with self._lock:
             for task_id, issued_at in missing:
                 timer = self._timers.get(task_id)
-                if timer is not None and now >= timer.due:
+                if timer is not None and timer.is_confirmed and now >= timer.due:
                     due.append((task_id, issued_at, timer.wait))
-        longest = LONGEST_BACKOFF * self._config.train.reissue_after_s
-        for task_id, issued_at, waited in due:
-            log.warning("task %s gave no sign for %.0f s: publishing it again", task_id, waited)
-            self.publish([(task_id, issued_at)])
-            wait = min(2 * waited, longest)
-            with self._lock:
-                self._timers[task_id] = _Timer(now + wait, wait)
-        return [task_id for task_id, _, _ in due]
+        return due

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from spotgrpo.consumer.commit import BucketWriter, Committer
 from spotgrpo.consumer.intake import Expected, Intake, Receipt
 from spotgrpo.consumer.issuer import Issuer
-from spotgrpo.consumer.loop import AfterCommit, Pacing, TrainerPort, TrainingLoop
+from spotgrpo.consumer.loop import AfterCommit, Ownership, Pacing, TrainerPort, TrainingLoop
 from spotgrpo.consumer.retention import Retention
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 STANDBY_WAIT_S = 1.0
 DEAD_PREFETCH = 16
+PUBLISHED = 4
+"""Unconfirmed messages in windows: more than tasks there are, so that publishing never blocks the loop."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Learner:
         publish, consume.
         """
         self._w.broker.declare()
-        write_run_document(self._w.store, self._keys, self._w.document)
+        write_run_document(self._w.store, self._keys, self._w.document, self._w.stopping)
         with contextlib.ExitStack() as stack:
             rollouts = self._w.broker.leader_consumer(self._pacing.window)
             stack.callback(rollouts.close)
@@ -114,7 +116,7 @@ class Learner:
     ) -> TrainingLoop:
         """Everything that exists only while this learner is the active one."""
         w = self._w
-        publisher = w.broker.publisher(window=2 * self._pacing.window)
+        publisher = w.broker.publisher(window=PUBLISHED * self._pacing.window)
         stack.callback(publisher.close)
         settlement: Settlement[Receipt] = Settlement(taken.ledger)
         issuer = Issuer(w.prompts, publisher, w.config)
@@ -131,12 +133,11 @@ class Learner:
             self._queues,
         )
         committer = Committer(
-            BucketWriter(w.store, self._keys, w.stopping),
+            BucketWriter(w.store, self._keys, threading.Event()),
             self._pointer,
             taken.latest,
             on_serving=after.serving,
             on_durable=after.durable,
-            stopping=w.stopping,
         )
         stack.callback(committer.close)
         dead = w.broker.consumer(self._queues.dead, prefetch=DEAD_PREFETCH)
@@ -149,7 +150,16 @@ class Learner:
             max_context=w.document.max_context,
         )
         intake = Intake(
-            rollouts, dead, w.store, self._keys, settlement, expected, w.config.train, self._pacing
+            rollouts,
+            dead,
+            w.store,
+            self._keys,
+            settlement,
+            expected,
+            w.config.train,
+            self._pacing,
+            epoch=taken.latest.epoch,
+            stopping=w.stopping,
         )
         return TrainingLoop(
             trainer=w.trainer,
@@ -160,6 +170,7 @@ class Learner:
             progress=self._progress,
             pacing=self._pacing,
             publisher=publisher,
+            ownership=Ownership(rollouts, self._pointer.check_mine),
             depth=w.broker.depth,
             stopping=w.stopping,
             base_sha256=w.document.model.base_sha256,

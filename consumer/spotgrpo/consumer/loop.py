@@ -6,6 +6,8 @@ what goes out, the trainer the weights. The loop owns the order in which they ar
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from spotgrpo.consumer.commit import Commit, NewVersion
 from spotgrpo.consumer.pacing import Pacing
-from spotgrpo.shared.errors import SpotGRPOError
+from spotgrpo.shared.errors import SpotGRPOError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.ports import Message
 from spotgrpo.shared.wire import Report, encode_report
@@ -30,11 +32,14 @@ if TYPE_CHECKING:
     from spotgrpo.consumer.settlement import Settlement
     from spotgrpo.shared.ids import Queues
     from spotgrpo.shared.manifest import Latest, Probe
-    from spotgrpo.shared.ports import Publisher, QueueDepth
+    from spotgrpo.shared.ports import LeaderConsumer, Publisher, QueueDepth
     from spotgrpo.shared.wire import Group
 
-__all__ = ["AfterCommit", "Pacing", "TrainerPort", "TrainingLoop"]
+log = logging.getLogger(__name__)
 
+__all__ = ["AfterCommit", "Ownership", "Pacing", "TrainerPort", "TrainingLoop"]
+
+OWNERSHIP_S = 2.0
 LAST_COMMIT_S = 30.0
 """How long a learner that was told to stop waits for the commit in flight."""
 
@@ -80,7 +85,7 @@ class AfterCommit:
         """Wake pollers early; polling alone is enough."""
         self.publisher.broadcast(self.queues.versions, Message(str(version).encode()))
 
-    def durable(self, latest: Latest, retired_state: str | None) -> None:
+    def durable(self, latest: Latest) -> None:
         """Ack what the ledger settled and publish what it issued (rules 1, 3 and 4), then delete leftovers."""
         landed = self.settlement.landed()
         for consumer in {receipt.consumer for receipt in landed.acks}:
@@ -90,8 +95,36 @@ class AfterCommit:
         self.issuer.forget(landed.settled)
         outstanding = self.settlement.committed.outstanding
         self.issuer.publish([(task, outstanding[task]) for task in landed.issued])
-        superfluous = [receipt.object_key for receipt in landed.acks if receipt.object_key]
-        self.retention.apply(latest, [*superfluous, *([retired_state] if retired_state else [])])
+        bodies = [receipt.object_key for receipt in landed.acks if receipt.object_key]
+        self.retention.apply(latest, bodies)
+
+
+@dataclass
+class Ownership:
+    """While the connection that leads is lost, another learner may take over: look at ``latest.json`` now and then.
+
+    Args:
+        rollouts: the consumer on that connection.
+        check_mine: raises Fenced once ``latest.json`` is another's, StoreUnavailable where that cannot be known.
+    """
+
+    rollouts: LeaderConsumer
+    check_mine: Callable[[], None]
+    clock: Callable[[], float] = time.monotonic
+    _looked: float = 0.0
+
+    @property
+    def is_sure(self) -> bool:
+        """True while the leader queue is held."""
+        return self.rollouts.generation != 0
+
+    def check(self) -> None:
+        """Raise Fenced if the run was taken over meanwhile."""
+        if self.is_sure or self.clock() - self._looked < OWNERSHIP_S:
+            return
+        self._looked = self.clock()
+        with contextlib.suppress(StoreUnavailable):
+            self.check_mine()
 
 
 @dataclass
@@ -106,6 +139,7 @@ class TrainingLoop:
     progress: Progress
     pacing: Pacing
     publisher: Publisher
+    ownership: Ownership
     depth: Callable[[str], QueueDepth | None]
     stopping: threading.Event
     base_sha256: str
@@ -143,14 +177,17 @@ class TrainingLoop:
 
     def _next_batch(self) -> list[HeldGroup]:
         with self.progress.waiting_for_rollouts():
-            return self.intake.next_batch(self.version, self._while_waiting, self.stopping.is_set)
+            return self.intake.next_batch(self.version, self._while_waiting)
 
     def _while_waiting(self, settleable: bool) -> None:
         """Between two looks for deliveries: commit without a step (rule 5), reissue (rule 4), say what is missing."""
         self.committer.check()
-        if settleable and self.committer.idle:
+        self.issuer.check()
+        self.ownership.check()
+        if settleable and self.committer.idle and self._is_worth_a_commit:
             self._commit(None, state=None)
-        self.issuer.reissue(self.settlement.missing())
+        if self.ownership.is_sure:
+            self.issuer.reissue(self.settlement.missing(), self.depth)
         self.progress.still_waiting(self.settlement.unsettled, self.depth)
 
     def _train_on(self, batch: list[HeldGroup]) -> None:
@@ -189,6 +226,15 @@ class TrainingLoop:
             probe=self.trainer.probe(),
         )
 
+    @property
+    def _is_worth_a_commit(self) -> bool:
+        """Settled tasks alone cost a ledger; with versions that are not durable yet they cost a trainer state too."""
+        latest = self.committer.latest
+        if latest.serving.policy == latest.durable.policy:
+            return True
+        is_full = self.settlement.receipts >= self.pacing.window
+        return is_full or self.pacing.is_durable_due(self.version, self.settlement.unsettled)
+
     # ---- commits -----------------------------------------------------------------------------------------------
 
     def _hand_over(self, new: NewVersion | None) -> None:
@@ -206,7 +252,7 @@ class TrainingLoop:
         ledger = self.settlement.write(
             version=self.version,
             issue=lambda outstanding: self.pacing.budget(self.version, outstanding),
-            max_attempts=self.pacing.max_attempts,
+            max_attempts=0 if self.is_done else self.pacing.max_attempts,
             parent=latest.durable.ledger,
         )
         self.committer.submit(Commit(new, ledger, state, self.progress.step_s, self.is_done))
@@ -216,16 +262,29 @@ class TrainingLoop:
             self.progress.still_committing()
 
     def _finish(self) -> None:
-        """Let the last commit land, so that nothing that was trained is trained again."""
-        if not self.is_done:
-            self.committer.wait_idle(LAST_COMMIT_S)
-        else:
-            self._wait_for_committer()
-            if self.settlement.has_settleable or not self.committer.latest.finished:
-                self._commit(None, state=None)
-                self._wait_for_committer()
+        """Make durable what was trained: for ever at the end of the run, for a while where it was told to stop."""
+        deadline = None if self.is_done else time.monotonic() + LAST_COMMIT_S
+        landed = self._land(deadline)
+        if landed and (self.settlement.has_settleable or self.is_done != self._is_finished):
+            self._commit(None, state=None)
+            landed = self._land(deadline)
+        if not landed:
+            log.warning(
+                "the last commit did not reach the bucket: the next learner redoes its step"
+            )
         committed = self.settlement.committed
         self.progress.ended(committed.counts, len(committed.outstanding))
+
+    @property
+    def _is_finished(self) -> bool:
+        return self.committer.latest.finished
+
+    def _land(self, deadline: float | None) -> bool:
+        """Wait for the commit in flight, until ``deadline`` (monotonic seconds) if there is one."""
+        if deadline is None:
+            self._wait_for_committer()
+            return True
+        return self.committer.wait_idle(max(0.0, deadline - time.monotonic()))
 
     def _report(self) -> None:
         record = self.progress.record(self.settlement.committed, self.intake.seen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from spotgrpo.shared.errors import StoreUnavailable, WireError
+from spotgrpo.shared.errors import SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.manifest import Latest
 from spotgrpo.shared.ports import ObjectStore
@@ -23,15 +23,31 @@ class Retention:
 
     def __init__(self, store: ObjectStore, keys: Keys, *, keep: int, every: int | None) -> None:
         self._store, self._keys, self._keep, self._every = store, keys, keep, every
+        self._complained = False
 
     def apply(self, latest: Latest, superfluous: Sequence[str]) -> None:
-        """Called once ``latest`` is in the bucket, with the keys that it made superfluous."""
+        """Called once ``latest`` is in the bucket, with keys of bodies that it made superfluous."""
         try:
             if superfluous:
                 self._store.delete(superfluous)
+            self._drop_states(latest)
             self._drop_versions(latest)
-        except StoreUnavailable as exc:
-            log.warning("could not delete what is not needed any more: %s", exc)
+        except SpotGRPOError as exc:
+            if not self._complained:
+                log.warning("cannot delete what is not needed any more, it takes space: %s", exc)
+            self._complained = True
+
+    def _drop_states(self, latest: Latest) -> None:
+        """All but the durable one; a newer epoch's belong to a learner that takes over just now."""
+        old = []
+        for info in self._store.list(self._keys.states):
+            version = _version_of(
+                info.key.removeprefix(self._keys.states).removesuffix(".safetensors")
+            )
+            if info.key != latest.durable.state and version and version.epoch <= latest.epoch:
+                old.append(info.key)
+        if old:
+            self._store.delete(old)
 
     def _drop_versions(self, latest: Latest) -> None:
         versions = self._list()
@@ -51,11 +67,15 @@ class Retention:
     def _list(self) -> dict[PolicyVersion, list[str]]:
         found: dict[PolicyVersion, list[str]] = {}
         for info in self._store.list(self._keys.versions):
-            try:
-                version = PolicyVersion.parse(
-                    info.key.removeprefix(self._keys.versions).split("/")[0]
-                )
-            except WireError:
-                continue  # not ours
-            found.setdefault(version, []).append(info.key)
+            version = _version_of(info.key.removeprefix(self._keys.versions).split("/")[0])
+            if version is not None:
+                found.setdefault(version, []).append(info.key)
         return found
+
+
+def _version_of(name: str) -> PolicyVersion | None:
+    """The version that an object is named after; None for one that is not ours."""
+    try:
+        return PolicyVersion.parse(name)
+    except WireError:
+        return None

@@ -112,6 +112,12 @@ class Settlement(Generic[ReceiptT]):
             acks = tuple(receipt for task in done for receipt in self._entries.pop(task).receipts)
             return Landed(acks, self.committed.issued, tuple(done))
 
+    def drop_void(self, is_void: Callable[[ReceiptT], bool]) -> None:
+        """Forget receipts of dead channels (rule 3). Their tasks stay held: the broker delivers them again."""
+        with self._lock:
+            for entry in self._entries.values():
+                entry.receipts = [receipt for receipt in entry.receipts if not is_void(receipt)]
+
     @property
     def in_flight(self) -> bool:
         """True while a ledger was written that has not landed."""

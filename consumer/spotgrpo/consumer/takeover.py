@@ -6,6 +6,7 @@ tasks. Everything is stored before ``latest.json`` names it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -13,17 +14,19 @@ from dataclasses import dataclass
 
 from spotgrpo.consumer.commit import BucketWriter, NewVersion
 from spotgrpo.consumer.ledger import Ledger, decode_ledger
-from spotgrpo.shared.errors import ConfigError, IntegrityError, NotStored, WireError
+from spotgrpo.shared.errors import ConfigError, Fenced, IntegrityError, NotStored, WireError
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.latest import LatestPointer, fresh_nonce
 from spotgrpo.shared.manifest import Durable, Latest, Probe, RunDocument, sha256_hex
-from spotgrpo.shared.ports import ObjectStore
+from spotgrpo.shared.ports import ObjectInfo, ObjectStore
 from spotgrpo.shared.retry import retry
 
 log = logging.getLogger(__name__)
 
 IDENTITY = ("model", "lora", "data", "rewards", "max_staleness", "dtype")
 """Parts of run.json that a resumed run may not change; sampling and everything about the optimizer it may."""
+
+TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,16 @@ class TakenOver:
     resumed: bool
 
 
-def write_run_document(store: ObjectStore, keys: Keys, document: RunDocument) -> None:
+def write_run_document(
+    store: ObjectStore, keys: Keys, document: RunDocument, stopping: threading.Event
+) -> None:
     """Write ``run.json`` once; where it exists already, refuse a run of another identity with both values."""
-    body = document.to_bytes()
-    if store.compare_and_swap(keys.run_json, body, expected=None) is not None:
+    key, body = keys.run_json, document.to_bytes()
+    write = functools.partial(store.compare_and_swap, key, body, None)
+    if retry(f"writing {key}", write, stopping=stopping) is not None:
         return
-    there = RunDocument.from_bytes(store.get(keys.run_json).body)
+    stored = retry(f"reading {key}", lambda: store.get(key), stopping=stopping)
+    there = RunDocument.from_bytes(stored.body)
     for part in IDENTITY:
         _same(part, getattr(there, part), getattr(document, part))
 
@@ -91,13 +98,37 @@ def take_over(
 ) -> TakenOver:
     """Make this learner the active one. The leader queue is held already; the compare-and-swap decides.
 
+    A last move of the learner before may still land between the read and the compare-and-swap. Nothing is restored
+    yet, so the state is read again then and the next epoch taken, a few times.
+
     Raises:
-        Fenced: another learner moved ``latest.json`` in between.
+        Fenced: ``latest.json`` kept moving: another learner is at work.
         IntegrityError: what ``latest.json`` names is missing or altered.
     """
-    latest = retry("reading latest.json", pointer.read, stopping=stopping)
-    if latest is None:
-        return _begin(store, keys, pointer, writer_id, base_sha256, start(), stopping)
+    for left in reversed(range(TRIES)):
+        latest = retry("reading latest.json", pointer.read, stopping=stopping)
+        try:
+            if latest is None:
+                return _begin(store, keys, pointer, writer_id, base_sha256, start(), stopping)
+            return _restore(store, _claim(pointer, latest, writer_id, stopping), stopping)
+        except Fenced as exc:
+            if not left:
+                raise
+            log.warning("%s; reading it again", exc)
+    raise AssertionError("unreachable")
+
+
+def _restore(store: ObjectStore, mine: Latest, stopping: threading.Event) -> TakenOver:
+    durable = mine.durable
+    state = _verified(store, durable.state, durable.state_sha256, stopping)
+    ledger = _verified(store, durable.ledger, durable.ledger_sha256, stopping)
+    return TakenOver(mine, _balanced(ledger).taken_over(mine.epoch), state, resumed=True)
+
+
+def _claim(
+    pointer: LatestPointer, latest: Latest, writer_id: str, stopping: threading.Event
+) -> Latest:
+    """Move ``latest.json`` to the next epoch, ``serving`` back to ``durable``. Raises Fenced."""
     serving = latest.serving.model_copy(
         update={
             "version": latest.durable.version,
@@ -117,10 +148,7 @@ def take_over(
     )
     pointer.move(mine, stopping=stopping)
     log.info("took the run over at version %s as epoch %d", mine.durable.policy, mine.epoch)
-    durable = mine.durable
-    state = _verified(store, durable.state, durable.state_sha256, stopping)
-    ledger = _verified(store, durable.ledger, durable.ledger_sha256, stopping)
-    return TakenOver(mine, _balanced(ledger).taken_over(mine.epoch), state, resumed=True)
+    return mine
 
 
 def _begin(
@@ -132,7 +160,7 @@ def _begin(
     start: Start,
     stopping: threading.Event,
 ) -> TakenOver:
-    version = PolicyVersion(epoch=_unused_epoch(store, keys), number=0)
+    version = PolicyVersion(epoch=_unused_epoch(store, keys, stopping), number=0)
     writer = BucketWriter(store, keys, stopping)
     stored = writer.store_version(
         NewVersion(version, None, start.files, start.modules, base_sha256, start.probe)
@@ -162,15 +190,22 @@ def _begin(
     return TakenOver(latest, ledger, start.state, resumed=False)
 
 
-def _unused_epoch(store: ObjectStore, keys: Keys) -> int:
+def _unused_epoch(store: ObjectStore, keys: Keys, stopping: threading.Event) -> int:
     """1, or more where a learner died before it wrote the first ``latest.json``: its names are not used again."""
     used = [0]
     for prefix in (keys.versions, keys.ledgers, keys.states):
-        for info in store.list(prefix):
+        found = retry(
+            f"listing {prefix}", functools.partial(_listed, store, prefix), stopping=stopping
+        )
+        for info in found:
             name = info.key.removeprefix(prefix).split("/")[0]
             epoch = name.partition(".e")[2].split(".")[0]
             used.append(int(epoch) if epoch.isdigit() else 0)
     return max(used) + 1
+
+
+def _listed(store: ObjectStore, prefix: str) -> list[ObjectInfo]:
+    return list(store.list(prefix))
 
 
 def _verified(store: ObjectStore, key: str, digest: str, stopping: threading.Event) -> bytes:
