@@ -12,20 +12,22 @@ from pathlib import Path
 import pytest
 
 from spotgrpo.consumer.commit import BucketWriter, NewVersion
+from spotgrpo.producer.engines.base import Chunk, GenerationRequest
+from spotgrpo.producer.engines.ends import Ends
 from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.worker import Wiring, Worker
 from spotgrpo.shared.config import RewardConfig, WorkerConfig
-from spotgrpo.shared.errors import SpotGRPOError, StoreUnavailable
+from spotgrpo.shared.errors import ConfigError, SpotGRPOError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.manifest import Durable, Latest, Probe
-from spotgrpo.shared.memory.broker import MemoryBroker
+from spotgrpo.shared.memory.broker import MemoryBroker, MemoryConsumer, MemorySubscription
 from spotgrpo.shared.memory.store import MemoryStore
-from spotgrpo.shared.ports import Message, Stored
+from spotgrpo.shared.ports import Delivery, Message, Stored
 from spotgrpo.shared.stopping import Stopping
 from spotgrpo.shared.wire import Group, Sampling, Task, decode_group, encode_task
 from tests.tools.loop_world import RUN, World, config_of, document_of
-from tests.tools.scripted_engine import ScriptedEngine
+from tests.tools.scripted_engine import VOCABULARY, ScriptedEngine
 
 REWARDS = (
     "def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n"
@@ -86,11 +88,17 @@ class Bench(World):
         self.publisher.broadcast(self.queues.versions, Message(b"new"))
 
     def ask(
-        self, index: int, *, min_version: int = 0, tokens: int = 4, group_size: int = 2
+        self,
+        index: int,
+        *,
+        min_version: int = 0,
+        tokens: int = 4,
+        group_size: int = 2,
+        prompt_ids: tuple[int, ...] = (1, 2),
     ) -> Task:
         """Publish a task."""
         task = Task(
-            run=RUN, task_id=TaskId(index), prompt_ids=(1, 2), prompt="p", row={},
+            run=RUN, task_id=TaskId(index), prompt_ids=prompt_ids, prompt="p", row={},
             sampling=Sampling(max_new_tokens=tokens), seeds=tuple(range(group_size)), min_version=min_version,
         )  # fmt: skip
         self.publisher.publish(
@@ -110,9 +118,10 @@ class Bench(World):
 
 
 class FaultyStore(MemoryStore):
-    """A bucket that can be down, or hand out one object with a flipped byte."""
+    """A bucket that can be down, refuse its user, or hand out one object with a flipped byte."""
 
     down = False
+    refuses = False
     flipped = ""
 
     def get(self, key: str) -> Stored:
@@ -124,6 +133,8 @@ class FaultyStore(MemoryStore):
     def get_if_changed(self, key: str, etag: str | None) -> Stored | None:
         if self.down:
             raise StoreUnavailable("the bucket is down")
+        if self.refuses:
+            raise ConfigError("bucket.url", "memory", "403: the token has run out")
         return super().get_if_changed(key, etag)
 
 
@@ -420,6 +431,221 @@ def test_workers_go_on_while_the_bucket_is_down(tmp_path: Path) -> None:
             bench.commit(1)
             store.down = False
             await until(lambda: serves(worker, 1))
+        bench.broker.close()
+
+    run(story)
+
+
+def tasks_consumer(bench: Bench) -> MemoryConsumer:
+    """The worker's consumer of tasks."""
+    return next(one for one in bench.server.consumers if one._source == bench.queues.tasks)
+
+
+def test_every_delivery_of_a_copied_task_is_acked(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=0.02)
+        async with working(bench, engine):
+            for index in range(6):  # more copies than the prefetch window has slots
+                bench.ask(index, tokens=10)
+                bench.ask(index, tokens=10)
+                await bench.answers(1)
+            await until(lambda: not tasks_consumer(bench)._unsettled)
+            assert len(engine.served) == 12
+            assert bench.ready(bench.queues.tasks) == 0
+
+    run(story)
+
+
+def test_a_copied_task_is_handed_back_once(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=0.05)
+        async with working(bench, engine, drain_s=0.0) as (worker, stopping, running):
+            bench.ask(0, tokens=1000)
+            bench.ask(0, tokens=1000)
+            await until(lambda: [len(job.handles) for job in worker._jobs.values()] == [2])
+            stopping.set()
+            await running
+        assert bench.ready(bench.queues.tasks) == 1
+
+    run(story)
+
+
+def test_waiting_for_a_version_is_no_stall_of_the_engine(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        async with working(bench, ScriptedEngine(), engine_stall_s=0.2) as (_, _, running):
+            bench.ask(0, min_version=1)
+            await asyncio.sleep(2.5)  # the watch looks once a second
+            assert not running.done()
+            bench.commit(1)
+            await bench.answers(1)
+
+    run(story)
+
+
+def test_a_task_that_waits_for_a_version_takes_no_room_from_others(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        async with working(bench, ScriptedEngine(), max_inflight=2) as (worker, _, _):
+            bench.ask(0, min_version=1)
+            await until(lambda: bool(worker._jobs))
+            bench.ask(1)
+            (group,) = await bench.answers(1)
+            assert group.task_id == TaskId(1)
+            bench.commit(1)
+            await bench.answers(1)
+
+    run(story)
+
+
+def test_a_drain_without_a_broker_ends_without_an_error(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("spotgrpo.producer.worker.HAND_BACK_S", 0.3)
+
+    async def story() -> None:
+        bench.commit(0)
+        engine = ScriptedEngine(token_s=0.05)
+        async with working(bench, engine, drain_s=0.1) as (_, stopping, running):
+            bench.ask(0, tokens=1000)
+            await until(lambda: len(engine.served) == 2)
+            bench.server.stop()
+            stopping.set()
+            await running
+        assert "could not hand 1 unfinished tasks back" in caplog.text
+        bench.server.start()
+        assert bench.ready(bench.queues.tasks) == 1
+
+    run(story)
+
+
+def test_a_drain_ends_though_the_window_of_the_publisher_is_full(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spotgrpo.producer.worker.HAND_BACK_S", 0.3)
+
+    async def story() -> None:
+        bench.commit(0)
+        for index in range(90):
+            bench.ask(index, tokens=1)
+        monkeypatch.setattr(bench.server, "try_store", lambda _name, _message: False)
+        async with working(bench, ScriptedEngine(), drain_s=0.1, max_inflight=400) as (
+            _,
+            stopping,
+            running,
+        ):
+            await until(lambda: any(len(one._held) == 64 for one in bench.server.publishers))
+            stopping.set()
+            await running
+        assert bench.ready(bench.queues.tasks) == 90
+
+    run(story)
+
+
+class Choosy(ScriptedEngine):
+    """Refuses what a real engine refuses, and lives on."""
+
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        Ends(None, frozenset(), 512, VOCABULARY).check_ids(request.prompt_ids)
+        async for chunk in super().submit(request):
+            yield chunk
+
+
+def test_a_task_that_the_engine_refuses_is_dead_lettered_and_the_next_one_done(
+    bench: Bench,
+) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        bench.ask(0, prompt_ids=(1, VOCABULARY))
+        bench.ask(1)
+        async with working(bench, Choosy()) as (worker, _, running):
+            (group,) = await bench.answers(1)
+            await until(lambda: bench.ready(bench.queues.dead) == 1)
+            assert group.task_id == TaskId(1)
+            await until(lambda: not worker._jobs)
+            assert not running.done()
+        assert bench.ready(bench.queues.tasks) == 0
+
+    run(story)
+
+
+def test_an_ended_subscription_is_not_asked_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    take = MemorySubscription.take
+
+    def counted(self: MemorySubscription, timeout_s: float | None = None) -> Delivery | None:
+        asked.append(timeout_s)
+        return take(self, timeout_s)
+
+    monkeypatch.setattr(MemorySubscription, "take", counted)
+
+    async def story() -> None:
+        bench.commit(0)
+        async with working(bench, ScriptedEngine()) as (worker, _, _):
+            await until(lambda: serves(worker, 0))
+            for one in list(bench.server.consumers):
+                if isinstance(one, MemorySubscription):
+                    one.close()  # RabbitMQ does so where the permission is taken away
+            before = len(asked)
+            await asyncio.sleep(0.7)
+            assert len(asked) - before <= 2
+            bench.commit(1)  # polling finds it
+            await until(lambda: serves(worker, 1))
+
+    run(story)
+
+
+def test_a_worker_that_comes_before_the_learner_of_a_resumed_run_stays(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(1, finished=True)
+        async with working(bench, ScriptedEngine()) as (worker, stopping, running):
+            await until(lambda: serves(worker, 1))
+            await asyncio.sleep(0.3)
+            assert not running.done()
+            bench.commit(2)
+            await until(lambda: serves(worker, 2))
+            bench.commit(3, finished=True)
+            await running
+            assert not stopping.is_set()
+
+    run(story)
+
+
+def test_a_worker_of_a_run_that_stays_finished_leaves_after_a_while(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(1, finished=True)
+        async with working(bench, ScriptedEngine()) as (worker, stopping, running):
+            worker._w.policy._finished_grace_s = 0.5
+            await running
+            assert serves(worker, 1)
+            assert not stopping.is_set()
+
+    run(story)
+
+
+def test_a_bucket_that_refuses_for_a_while_does_not_end_the_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        store = FaultyStore()
+        bench = Bench(tmp_path, store=store)
+        bench.open()
+        bench.commit(0)
+        async with working(bench, ScriptedEngine()) as (worker, _, running):
+            await until(lambda: serves(worker, 0))
+            store.refuses = True
+            await until(lambda: "403" in caplog.text)
+            bench.ask(0)
+            await bench.answers(1)
+            assert not running.done()
+            bench.commit(1)
+            store.refuses = False
+            await until(lambda: serves(worker, 1))
+        assert caplog.text.count("403") == 1
         bench.broker.close()
 
     run(story)

@@ -60,6 +60,9 @@ log = logging.getLogger(__name__)
 TAKE_S = 0.5
 HAND_BACK_S = 5.0
 """What a drain may take beyond ``drain_s``; the broker requeues by itself whatever is still unacked then."""
+CLOSE_S = 5.0
+UNANSWERED_CLOSE_S = 0.5
+"""For the last confirms and acks, and where the broker did not even answer the drain."""
 
 
 class Decoder(Protocol):
@@ -170,6 +173,7 @@ class Worker:
         stopped = asyncio.create_task(self._w.stopping.wait_async())
         finished = asyncio.create_task(self._w.policy.finished.wait())
         intake = self._spawn(self._take_for_ever(consumer, publisher))
+        close_s = CLOSE_S
         try:
             ends: set[asyncio.Future[Any]] = {stopped, finished, self._failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -177,16 +181,16 @@ class Worker:
             if self._failure.done():
                 self._failure.result()
             log.info("the run is finished: leaving" if finished.done() else "stopping")
-            await self._drain(
-                consumer, publisher, 0.0 if finished.done() else self._w.config.drain_s
-            )
+            patience_s = 0.0 if finished.done() else self._w.config.drain_s
+            if not await self._drain(consumer, publisher, patience_s):
+                close_s = UNANSWERED_CLOSE_S
         finally:
             for task in (*background, intake, stopped, finished, *self._tasks):
                 task.cancel()
             await asyncio.gather(
                 *background, intake, stopped, finished, *self._tasks, return_exceptions=True
             )
-            await self._close(consumer, publisher, wakeups)
+            await self._close(close_s, wakeups, consumer, publisher)
 
     @property
     def _prefetch(self) -> int:
@@ -328,16 +332,16 @@ class Worker:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    async def _drain(self, consumer: Consumer, publisher: Publisher, patience_s: float) -> None:
+    async def _drain(self, consumer: Consumer, publisher: Publisher, patience_s: float) -> bool:
         """Take nothing more; finish what fits into ``patience_s``; hand the rest back so that nothing counts as failed.
 
         A task is published again before its delivery is acked: a copy at worst, never a loss, and no delivery that
-        the broker would count against it.
+        the broker would count against it. False where the broker did not answer in time.
         """
         consumer.cancel()
         self._state = "draining"
         left: list[tuple[Message, Sequence[Handle]]] = []
-        handed_back = 0
+        handed_back, answered = 0, True
         try:
             async with asyncio.timeout(patience_s + HAND_BACK_S):
                 await self._finish(patience_s)
@@ -349,6 +353,7 @@ class Worker:
                     consumer.ack(handles)
                     handed_back += 1
         except (TimeoutError, SpotGRPOError) as exc:
+            answered = False
             log.warning(
                 "could not hand %d unfinished tasks back (%s): the broker requeues them",
                 len(left or self._jobs) - handed_back,
@@ -356,6 +361,7 @@ class Worker:
             )
         if handed_back:
             log.info("handed %d unfinished tasks back", handed_back)
+        return answered
 
     async def _finish(self, patience_s: float) -> None:
         """Let running tasks end within ``patience_s``; cancel the rest."""
@@ -365,12 +371,10 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _close(
-        self, consumer: Consumer, publisher: Publisher, wakeups: Consumer | None
-    ) -> None:
-        for port in (wakeups, consumer, publisher):
+    async def _close(self, timeout_s: float, *ports: Consumer | Publisher | None) -> None:
+        for port in ports:
             if port is not None:
-                await asyncio.to_thread(port.close)
+                await asyncio.to_thread(port.close, timeout_s)
         self._publishing.shutdown(wait=False, cancel_futures=True)
         await self._w.engine.close()
 
