@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+from pydantic import SecretStr
 
-from spotgrpo.shared.config import Config, WorkerView
+from spotgrpo.shared.config import BrokerConfig, Config, WorkerView
 from spotgrpo.shared.errors import ConfigError
 from spotgrpo.shared.loading import load_config, option_table, redacted, secrets_of
+from spotgrpo.shared.log import redact, redact_url
+from spotgrpo.shared.rabbitmq import redact as server_redact
+from spotgrpo.shared.rabbitmq.server import Server
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -240,6 +245,45 @@ def test_a_redacted_configuration_shows_where_but_no_secret(toml: Path) -> None:
     assert shown["train"]["max_steps"] == 7
     assert "topsecret" not in str(shown)
     assert secrets_of(config) == ("hunter22", "topsecret")
+
+
+@pytest.mark.parametrize(
+    "password", ["12/hunter22", "12?hunter22", "12#hunter22", "hunter22@1/2", "a hunter22/b"]
+)
+def test_a_password_that_is_not_percent_encoded_is_refused_and_shown_nowhere(
+    toml: Path, password: str
+) -> None:
+    url = f"amqp://user:{password}@broker.example/vhost"
+    toml.write_text(FULL.replace("amqp://user:hunter22@broker.example/vhost", url))
+    config = load_config(toml, environ={})
+    assert redacted(config)["broker"]["url"] == "amqp://user:***@broker.example/vhost"
+    assert secrets_of(config)[0] == password
+    for text in (redact_url(url), server_redact(url), redact(f"to {url}!", secrets_of(config))):
+        assert "hunter22" not in text
+        assert "amqp://user:***@broker.example" in text
+    with pytest.raises(ConfigError, match="percent-encode the password") as caught:
+        Server(config.broker)
+    assert caught.value.key == "broker.url"
+    assert "hunter22" not in str(caught.value)
+    Server(BrokerConfig(url=SecretStr(f"amqp://user:{quote(password, safe='')}@broker.example/v")))
+
+
+def test_a_password_is_blacked_out_of_a_text_up_to_the_last_at() -> None:
+    assert redact("cannot reach amqp://u:12/p@s/w@host now") == "cannot reach amqp://u:***@host now"
+    assert redact("http://host:80/path and a@b") == "http://host:80/path and a@b"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("amqps://user:pw@host:5671/vh?x=pw#pw", "amqps://user:***@host:5671/vh"),
+        ("amqp://host", "amqp://host"),
+        ("user:pw@host", "user:***@host"),
+        ("amqp://user:p@w@host", "amqp://user:***@host"),
+    ],
+)
+def test_a_shown_url_keeps_user_host_and_virtual_host(url: str, shown: str) -> None:
+    assert redact_url(url) == server_redact(url) == shown
 
 
 def test_the_readme_lists_every_option_as_it_is() -> None:

@@ -14,14 +14,14 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import MAX_SHOWN, ConfigError
-from spotgrpo.shared.log import HIDDEN, redact
+from spotgrpo.shared.log import HIDDEN, password_of, redact, redact_url
 from spotgrpo.shared.options import Option, option_table, options, tables
 
 __all__ = ["InvalidConfig", "load_config", "option_table", "redacted", "secrets_of"]
@@ -106,13 +106,13 @@ def redacted(config: BaseModel) -> dict[str, Any]:
     shown = _hidden("", config.model_dump(mode="json"))
     url = getattr(getattr(config, "broker", None), "url", None)
     if isinstance(url, SecretStr) and isinstance(shown, dict):
-        shown["broker"]["url"] = redact(url.get_secret_value())
+        shown["broker"]["url"] = redact_url(url.get_secret_value())
     return cast(dict[str, Any], shown)
 
 
 def secrets_of(config: Config | WorkerView) -> tuple[str, ...]:
     """The texts that no log may show: the broker's password, as given and unquoted, and the secret key."""
-    password = urlsplit(config.broker.url.get_secret_value()).password or ""
+    password = password_of(config.broker.url.get_secret_value())
     secret = config.bucket.secret_access_key
     found = (password, unquote(password), secret.get_secret_value() if secret else "")
     return tuple(dict.fromkeys(text for text in found if text))
@@ -326,7 +326,7 @@ def _problem(key: str, detail: ErrorDetails, value: object) -> Problem:
 def _hidden(key: str, value: object) -> object:
     """``value`` with everything that is or may be a secret blacked out, at any depth."""
     if key == "broker.url" and isinstance(value, str) and "://" in value:
-        return redact(value)
+        return redact_url(value)
     option = options().get(_starred(key.split(".")))
     is_secret = option.is_secret if option else bool(_SECRET_NAME.search(key.rpartition(".")[2]))
     if is_secret and value is not None:

@@ -13,7 +13,8 @@ HIDDEN: Final = "***"
 SHORTEST_SECRET: Final = 4
 """Shorter ones are not searched for in texts: they would black out parts of words."""
 
-_URL_PASSWORD = re.compile(r"(?P<head>[a-zA-Z][a-zA-Z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@")
+# Up to the last @: a password that was not percent-encoded may hold any of / ? # @.
+_URL_PASSWORD = re.compile(r"(?P<head>[a-zA-Z][a-zA-Z0-9+.-]*://[^\s:/@]*:)\S+@")
 _CHATTY = (
     "boto3",
     "botocore",
@@ -32,6 +33,22 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
         if len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, HIDDEN)
     return _URL_PASSWORD.sub(rf"\g<head>{HIDDEN}@", text)
+
+
+def redact_url(url: str) -> str:
+    """``url`` without its password, query and fragment, also where it is not a proper one."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    credentials, at, place = rest.rpartition("@")
+    user = re.split(r"[:/?#@]", credentials, maxsplit=1)[0]
+    shown = re.split(r"[?#]", place, maxsplit=1)[0]
+    return f"{scheme}{separator}{f'{user}:{HIDDEN}@' if at else ''}{shown}"
+
+
+def password_of(url: str) -> str:
+    """What stands between the user and the last @, as it is written; empty where there is none."""
+    return url.partition("://")[2].rpartition("@")[0].partition(":")[2]
 
 
 class SecretsFilter(logging.Filter):

@@ -13,6 +13,7 @@ from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from spotgrpo.shared.config import BrokerConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, SpotGRPOError
+from spotgrpo.shared.log import redact_url
 from spotgrpo.shared.retry import FIRST_WAIT_S, LONGEST_WAIT_S
 
 CONNECT_TIMEOUT_S = 10.0
@@ -31,14 +32,7 @@ if logging.getLogger("pika").level == logging.NOTSET:
 
 def redact(url: str) -> str:
     """``url`` without its password and query, for messages and logs."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        port = f":{parts.port}" if parts.port else ""
-    except ValueError:
-        return "<not a URL>"
-    user = f"{parts.username}:***@" if parts.username else ""
-    return urlunsplit((parts.scheme, f"{user}{host}{port}", parts.path, "", ""))
+    return redact_url(url)
 
 
 class Server:
@@ -53,6 +47,12 @@ class Server:
         self.config = config
         self.shown = redact(url)
         self._scheme = url.partition(":")[0]
+        if "@" in _after_authority(url):
+            raise ConfigError(
+                "broker.url",
+                self.shown,
+                "percent-encode the password (/ as %2F, ? as %3F, # as %23, @ as %40)",
+            )
         if self._scheme not in {"amqp", "amqps"} or not _hostname(url):
             raise ConfigError(
                 "broker.url", self.shown, "use amqp://user:password@host:5672/vhost, or amqps://"
@@ -134,6 +134,12 @@ def _hostname(url: str) -> str | None:
         return urlsplit(url).hostname
     except ValueError:
         return None
+
+
+def _after_authority(url: str) -> str:
+    """From the first character on that ends user, password, host and port."""
+    rest = url.partition("://")[2]
+    return rest[len(re.split(r"[/?#]", rest, maxsplit=1)[0]) :]
 
 
 def _with_encoded_root(url: str) -> str:
