@@ -40,13 +40,6 @@ from tests.tools.loop_world import (
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.close()
-
-
-@pytest.fixture
 def worlds(tmp_path: Path) -> Iterator[Callable[[MemoryStore], World]]:
     """Makes worlds on a bucket of the test's own."""
     made: list[World] = []

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from spotgrpo.consumer.prompts import PromptSource
     from spotgrpo.shared.config import Config
     from spotgrpo.shared.manifest import RunDocument
-    from spotgrpo.shared.ports import Broker, LeaderConsumer, ObjectStore
+    from spotgrpo.shared.ports import Broker, Consumer, LeaderConsumer, ObjectStore
+    from spotgrpo.shared.wire import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -120,18 +121,7 @@ class Learner:
         stack.callback(publisher.close)
         settlement: Settlement[Receipt] = Settlement(taken.ledger)
         issuer = Issuer(w.prompts, publisher, w.config)
-        after = AfterCommit(
-            settlement,
-            issuer,
-            Retention(
-                w.store,
-                self._keys,
-                keep=w.config.train.max_staleness + 2,
-                every=w.config.train.keep_every,
-            ),
-            publisher,
-            self._queues,
-        )
+        after = AfterCommit(settlement, issuer, self._retention(), publisher, self._queues)
         committer = Committer(
             BucketWriter(w.store, self._keys, threading.Event()),
             self._pointer,
@@ -142,29 +132,10 @@ class Learner:
         stack.callback(committer.close)
         dead = w.broker.consumer(self._queues.dead, prefetch=DEAD_PREFETCH)
         stack.callback(dead.close)
-        expected = Expected(
-            run=self._keys.run,
-            group_size=w.config.sampling.group_size,
-            sampling=issuer.sampling,
-            vocabulary=w.trainer.vocabulary,
-            max_context=w.document.max_context,
-        )
-        intake = Intake(
-            rollouts,
-            dead,
-            w.store,
-            self._keys,
-            settlement,
-            expected,
-            w.config.train,
-            self._pacing,
-            epoch=taken.latest.epoch,
-            stopping=w.stopping,
-        )
         return TrainingLoop(
             trainer=w.trainer,
             settlement=settlement,
-            intake=intake,
+            intake=self._intake(taken, rollouts, dead, settlement, issuer.sampling),
             issuer=issuer,
             committer=committer,
             progress=self._progress,
@@ -178,4 +149,38 @@ class Learner:
             source=self._id,
             epoch=taken.latest.epoch,
             version=taken.ledger.version,
+        )
+
+    def _retention(self) -> Retention:
+        train = self._w.config.train
+        keep = train.max_staleness + 2
+        return Retention(self._w.store, self._keys, keep=keep, every=train.keep_every)
+
+    def _intake(
+        self,
+        taken: TakenOver,
+        rollouts: LeaderConsumer,
+        dead: Consumer,
+        settlement: Settlement[Receipt],
+        sampling: Sampling,
+    ) -> Intake:
+        w = self._w
+        expected = Expected(
+            run=self._keys.run,
+            group_size=w.config.sampling.group_size,
+            sampling=sampling,
+            vocabulary=w.trainer.vocabulary,
+            max_context=w.document.max_context,
+        )
+        return Intake(
+            rollouts,
+            dead,
+            w.store,
+            self._keys,
+            settlement,
+            expected,
+            w.config.train,
+            self._pacing,
+            epoch=taken.latest.epoch,
+            stopping=w.stopping,
         )

@@ -54,6 +54,14 @@ class Document(BaseModel):
             raise WireError(f"{cls.__name__}: {place}: {first['msg']}") from exc
 
 
+class SchemaDocument(Document):
+    """A whole object of the bucket: it says which schema it is of."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    schema_: Schema = Field(SCHEMA, alias="schema", serialization_alias="schema")
+
+
 class FileEntry(Document):
     """A file of a version's folder."""
 
@@ -75,10 +83,9 @@ class Probe(Document):
     dtype: str = "float32"
 
 
-class Manifest(Document):
+class Manifest(SchemaDocument):
     """What a policy version is made of. Written last: without it the version does not exist."""
 
-    schema_: Schema = Field(SCHEMA, alias="schema", serialization_alias="schema")
     run: str
     version: Count
     epoch: Annotated[int, Field(ge=1)]
@@ -90,37 +97,32 @@ class Manifest(Document):
     probe: Probe | None = None
     created_at: float = 0.0
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="ignore",
-        allow_inf_nan=False,
-        populate_by_name=True,
-        serialize_by_alias=True,
-    )
+    @property
+    def policy(self) -> PolicyVersion:
+        return PolicyVersion(epoch=self.epoch, number=self.version)
+
+
+class NamedVersion(Document):
+    """What names a policy version."""
+
+    version: Count
+    epoch: Annotated[int, Field(ge=1)]
 
     @property
     def policy(self) -> PolicyVersion:
         return PolicyVersion(epoch=self.epoch, number=self.version)
 
 
-class Serving(Document):
+class Serving(NamedVersion):
     """The newest version that workers should adopt."""
 
-    version: Count
-    epoch: Annotated[int, Field(ge=1)]
     manifest: str
     sha256: Sha256
 
-    @property
-    def policy(self) -> PolicyVersion:
-        return PolicyVersion(epoch=self.epoch, number=self.version)
 
-
-class Durable(Document):
+class Durable(NamedVersion):
     """The newest version from which a learner can resume, and the ledger that goes with it."""
 
-    version: Count
-    epoch: Annotated[int, Field(ge=1)]
     manifest: str
     manifest_sha256: Sha256
     state: str
@@ -128,19 +130,14 @@ class Durable(Document):
     ledger: str
     ledger_sha256: Sha256
 
-    @property
-    def policy(self) -> PolicyVersion:
-        return PolicyVersion(epoch=self.epoch, number=self.version)
 
-
-class Latest(Document):
+class Latest(SchemaDocument):
     """The one mutable object of a run; moved only by compare-and-swap.
 
     ``epoch`` is the active learner's; ``serving`` and ``durable`` may still name versions of an epoch before it.
     ``writer`` and ``nonce`` tell one learner's bytes from any other's. ``finished`` tells workers to leave.
     """
 
-    schema_: Schema = Field(SCHEMA, alias="schema", serialization_alias="schema")
     epoch: Annotated[int, Field(ge=1)]
     writer: str
     nonce: str
@@ -148,14 +145,6 @@ class Latest(Document):
     durable: Durable
     step_s: float = 0.0
     finished: bool = False
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="ignore",
-        allow_inf_nan=False,
-        populate_by_name=True,
-        serialize_by_alias=True,
-    )
 
 
 class ModelIdentity(Document):
@@ -203,10 +192,9 @@ class SamplingDocument(Document):
     stop_token_ids: list[int] = []
 
 
-class RunDocument(Document):
+class RunDocument(SchemaDocument):
     """``run.json``: what a run is, and what a worker needs to take part. Written once."""
 
-    schema_: Schema = Field(SCHEMA, alias="schema", serialization_alias="schema")
     run: str
     model: ModelIdentity
     lora: LoraIdentity
@@ -218,11 +206,3 @@ class RunDocument(Document):
     max_context: int
     wire_schemas: tuple[int, int]
     created_at: float
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="ignore",
-        allow_inf_nan=False,
-        populate_by_name=True,
-        serialize_by_alias=True,
-    )
