@@ -19,7 +19,6 @@ from safetensors.torch import load  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from spotgrpo.consumer import logprobs as scoring  # noqa: E402
-from spotgrpo.consumer.probe import make_probe  # noqa: E402
 from spotgrpo.consumer.trainer import Trainer  # noqa: E402
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig  # noqa: E402
 from spotgrpo.shared.errors import ConfigError, IntegrityError  # noqa: E402
@@ -150,7 +149,7 @@ def test_version_zero_is_the_base(tiny: Path) -> None:
     assert trainer.modules == 2 * 7
     assert len(stored) == 2 * trainer.modules
     assert not any(tensor.any() for name, tensor in stored.items() if "lora_B" in name)
-    probe = make_probe(trainer)
+    probe = trainer.probe()
     assert probe.version_logprobs == probe.base_logprobs
 
 
@@ -221,7 +220,7 @@ def test_steps_raise_the_probability_of_what_is_rewarded(tiny: Path) -> None:
     after = trainer.logprobs(choice)
     assert after[0][0] > before[0][0] + 0.5
     assert after[1][0] < before[1][0]
-    probe = make_probe(trainer)
+    probe = trainer.probe()
     assert probe.token_ids[-1] == good
     assert probe.version_logprobs[-1] == pytest.approx(after[0][0], abs=1e-4)
     assert probe.base_logprobs[-1] == pytest.approx(before[0][0], abs=1e-4)
@@ -318,7 +317,7 @@ def test_half_precision_keeps_float32_master_weights(tiny: Path) -> None:
     assert {str(tensor.dtype) for tensor in weights(trainer).values()} == {"torch.float32"}
     stored = load(trainer.adapter_files()["adapter_model.safetensors"])
     assert {str(tensor.dtype) for tensor in stored.values()} == {"torch.bfloat16"}
-    assert make_probe(trainer).dtype == "bfloat16"
+    assert trainer.probe().dtype == "bfloat16"
 
 
 def test_the_gradient_of_a_step_is_the_slope_of_its_loss(tiny: Path) -> None:

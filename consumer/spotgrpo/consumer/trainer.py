@@ -31,7 +31,6 @@ from spotgrpo.consumer.model import (
     resolve_device,
 )
 from spotgrpo.consumer.packing import Float32Array, MicroBatch, Packed, Sample, pack
-from spotgrpo.consumer.probe import make_probe
 from spotgrpo.consumer.schedule import learning_rate
 from spotgrpo.consumer.trainer_state import Counters, pack_state, unpack_state
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig
@@ -159,8 +158,18 @@ class Trainer:
         return int(self._base.get_input_embeddings().weight.shape[0])
 
     def probe(self) -> Probe:
-        """Tokens that tell these weights from the base; see :func:`make_probe`."""
-        return make_probe(self)
+        """Tokens that tell this version from the base and from every other version.
+
+        Logprobs at temperature 1 of both on the end of what was trained not long ago. For version 0 both are equal,
+        so that an engine can only call the probe inconclusive. One forward pass, two where the tokens are new.
+        """
+        version, base = self.probe_logprobs()
+        return Probe(
+            token_ids=list(self.probe_ids),
+            version_logprobs=version.tolist(),
+            base_logprobs=base.tolist(),
+            dtype=self.dtype,
+        )
 
     @property
     def shares_prompts(self) -> bool:
