@@ -206,6 +206,11 @@ def test_a_run_outlives_a_killed_worker_and_a_killed_learner(run: Run) -> None:
     assert exported.returncode == 0, exported.stderr
     expect_loads_with_peft(run.folder / "model", run.folder / "adapter")
 
+    assert run.command("doctor", "run.toml").returncode == 0
+    doubted = run.command("doctor", "run.toml", "--set", "lora.rank=8")
+    assert doubted.returncode == 2
+    assert "lora.rank = 8" in doubted.stdout
+
     other = run.command("learner", "run.toml", "--set", "lora.rank=8")
     assert other.returncode == 2, other.stderr
     assert "lora.rank" in other.stderr

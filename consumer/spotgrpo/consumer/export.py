@@ -128,4 +128,6 @@ def _merge(config: ModelConfig, adapter: Path, out: Path) -> None:
             "model.name", config.name, "is not the base that this adapter was trained on"
         ) from exc
     merged.save_pretrained(str(out))
+    for weights in out.glob("*.safetensors"):
+        weights.chmod(0o644)  # the writer makes them unreadable for a server under another user
     tokenizer.save_pretrained(str(out))

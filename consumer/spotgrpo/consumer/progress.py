@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 STEP_S_MEMORY = 0.7
 """Weight of the past in the moving average of a step's seconds."""
 FLAT_BATCHES = 5
-"""Say so after as many batches in a row that are flat as a whole."""
+"""Say why after as many batches in a row that are flat as a whole, then after twice as many, and so on."""
 
 
 class StepStats(Protocol):
@@ -89,6 +89,7 @@ class Progress:
     _version: int = 0
     _tokens_trained: int = 0
     _flat_batches: int = 0
+    _say_flat_at: int = FLAT_BATCHES
     _final: dict[str, object] = field(default_factory=dict)
     _last_record: dict[str, Json] = field(default_factory=dict)
 
@@ -96,6 +97,9 @@ class Progress:
         """The run is taken over; the first task goes out now."""
         self._started = self._last_sign = self._said = self.clock()
         self._first_version = self._version = version
+        if version >= self.max_steps:
+            log.info("already at version %d, train.max_steps = %d", version, self.max_steps)
+            return
         log.info(
             "%s at version %d of %d", "resuming" if resumed else "starting", version, self.max_steps
         )
@@ -169,12 +173,8 @@ class Progress:
                 "%d sequences are longer than train.token_budget: each ran alone", stats.over_budget
             )
         self._flat_batches = 0 if stats is not None else self._flat_batches + 1
-        if self._flat_batches and self._flat_batches % FLAT_BATCHES == 0:
-            log.warning(
-                "%d batches in a row without any difference in reward inside a group: no version came of them; "
-                "look at the rewards, or take easier or harder prompts",
-                self._flat_batches,
-            )
+        if self._flat_batches == self._say_flat_at:
+            self._say_flat(groups)
         self._step = {
             "version": version,
             "groups": len(groups),
@@ -188,6 +188,20 @@ class Progress:
         }
         self._tokens_trained += sum(group.tokens for group in groups)
         self._waits = Waits()
+
+    def _say_flat(self, groups: Sequence[Group]) -> None:
+        """Why no version comes of so many batches; the next time after twice as many."""
+        self._say_flat_at *= 2
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+        if not any(reward is not None for reward in rewards):
+            why = (
+                "no rollout got a reward: the log of a worker names the function that fails and how"
+            )
+        else:
+            why = (
+                "no group has two different rewards: look at them, or take easier or harder prompts"
+            )
+        log.warning("%d batches in a row without a step: %s", self._flat_batches, why)
 
     def record(self, ledger: Ledger, seen: Seen) -> dict[str, Json]:
         """The record of the last step: written to the metrics file, and returned for telemetry."""

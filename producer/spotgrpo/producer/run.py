@@ -104,13 +104,9 @@ def wait_for_run(store: ObjectStore, keys: Keys, stopping: Stopping) -> RunDocum
 
 
 def _wait_for_queues(broker: RabbitMQBroker, stopping: Stopping) -> bool:
-    said = False
     while not stopping.is_set():
         if broker.wait_until_declared(timeout_s=LOOK_AGAIN_S):
             return True
-        if not said:
-            log.info("waiting for the learner to declare the queues")
-            said = True
     return False
 
 

@@ -9,7 +9,7 @@ from spotgrpo.cli.checks import Check, State, from_error, run_checks
 from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import NotStored
 from spotgrpo.shared.ids import Keys
-from spotgrpo.shared.manifest import Latest
+from spotgrpo.shared.manifest import Latest, RunDocument
 
 if TYPE_CHECKING:
     from spotgrpo.shared.rabbitmq import BrokerReport
@@ -119,7 +119,32 @@ def _check_run(config: AnyConfig) -> Iterator[Check]:
         yield Check(
             "run", "ok", f"{config.run.id} is at version {latest.serving.version}, {state}{step}"
         )
+        yield from _check_same_run(config)
     yield check_consumer_timeout(config, latest)
+
+
+def _check_same_run(config: AnyConfig) -> Iterator[Check]:
+    """Whether a learner would be let into the run, as far as that can be told without loading its model."""
+    if not isinstance(config, Config):
+        return
+    from spotgrpo.shared.s3 import S3Store
+
+    document = RunDocument.from_bytes(S3Store(config.bucket).get(Keys(config.run.id).run_json).body)
+    pairs = {
+        "lora.rank": (config.lora.rank, document.lora.rank),
+        "lora.alpha": (config.lora.alpha, document.lora.alpha),
+        "lora.use_rslora": (config.lora.use_rslora, document.lora.use_rslora),
+        "model.dtype": (config.model.dtype, document.dtype),
+        "train.max_staleness": (config.train.max_staleness, document.max_staleness),
+        "rewards": (
+            [reward.function for reward in config.rewards],
+            [reward.function for reward in document.rewards],
+        ),
+    }
+    for key, (here, there) in pairs.items():
+        if here != there:
+            remedy = f"run.json of {config.run.id} has {there!r}: give that, or another run.id"
+            yield Check("run", "fail", f"{key} = {here!r}", remedy)
 
 
 def _latest(config: AnyConfig) -> Latest | None:

@@ -58,6 +58,7 @@ class RabbitMQBroker:
         self._server = Server(config)
         self._lock = threading.Lock()
         self._was_reached = False
+        self._said_waiting = False
         self._control: Control | None = None
         self._given_out: list[_Closable] = []
         self._closed = False
@@ -137,9 +138,14 @@ class RabbitMQBroker:
             with blocking_connection(self._server, "start") as connection:
                 return call(connection)
 
-        result = retry(
-            f"{what} at {self._server.shown}", attempt, deadline_s=self._config.start_deadline_s
-        )
+        deadline_s = self._config.start_deadline_s
+        try:
+            result = retry(f"{what} at {self._server.shown}", attempt, deadline_s=deadline_s)
+        except BrokerUnavailable as exc:
+            raise BrokerUnavailable(
+                f"broker.url = {self._server.shown!r}: no answer within broker.start_deadline_s = {deadline_s:g}: "
+                f"check the address, the network and that the server runs ({exc})"
+            ) from exc
         self._was_reached = True
         return result
 
@@ -172,14 +178,14 @@ class RabbitMQBroker:
         channel.close()
 
     def _poll_declared(self, connection: BlockingConnection, deadline: float | None) -> bool:
-        said = False
         while not self._is_declared_once(connection):
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-            if not said:
-                said = True
+            if not self._said_waiting:
+                self._said_waiting = True
                 log.info(
-                    "waiting for the learner to declare the queues of run %s", self._queues.run
+                    "waiting for a learner to begin run %s: is the id right, and is one started?",
+                    self._queues.run,
                 )
             connection.sleep(DECLARED_POLL_S * random.uniform(0.5, 1.5))
         return True

@@ -65,13 +65,21 @@ class S3Store:
         """
         store = cls(config)
         what = f"first contact with {config.endpoint_url or 'S3'}"
-        retry(
-            what,
-            store.probe,
-            deadline_s=config.start_deadline_s,
-            stopping=stopping,
-            longest_wait_s=LONGEST_PAUSE_S,
-        )
+        try:
+            retry(
+                what,
+                store.probe,
+                deadline_s=config.start_deadline_s,
+                stopping=stopping,
+                longest_wait_s=LONGEST_PAUSE_S,
+            )
+        except StoreUnavailable as exc:
+            if stopping is not None and stopping.is_set():
+                raise
+            raise StoreUnavailable(
+                f"bucket.endpoint_url = {config.endpoint_url!r}: no answer within bucket.start_deadline_s = "
+                f"{config.start_deadline_s:g}: check the address, the network and that the server runs ({exc})"
+            ) from exc
         return store
 
     @property
