@@ -229,6 +229,36 @@ def test_an_error_ends_the_learner_though_the_bucket_is_down(
     assert isinstance(learner.error, RuntimeError)
 
 
+@pytest.mark.parametrize("max_steps", [2, 100])
+def test_a_stop_is_heard_while_the_bucket_takes_no_commit(
+    worlds: Callable[[MemoryStore], World], monkeypatch: pytest.MonkeyPatch, max_steps: int
+) -> None:
+    """In mid-run, one version ahead of the bucket, and with the last version in flight."""
+    monkeypatch.setattr("spotgrpo.consumer.loop.LAST_COMMIT_S", 0.5)
+    store, stopping = DownStore(), threading.Event()
+    world = worlds(store)
+
+    def cut() -> None:
+        store.down = len(trainer.steps) >= 1
+
+    trainer = BookkeepingTrainer(cut)
+    config = config_of(max_steps=max_steps)
+    with ThreadWorker(world):
+        learner = Background(world.learner(config, trainer, stopping).run)
+        until(lambda: store.down and len(trainer.steps) >= 2)
+        time.sleep(1.0)
+        assert len(trainer.steps) <= 3, (
+            "it may be one version ahead of the commit in flight, not more"
+        )
+        stopping.set()
+        assert learner.ends()
+        assert learner.error is None
+        store.down = False
+        world.learner(config_of(max_steps=4)).run()
+    assert world.audit().balanced
+    assert len(world.durable_steps()) == 4
+
+
 def test_a_stop_is_heard_while_a_dead_letter_cannot_be_stored(
     worlds: Callable[[MemoryStore], World],
 ) -> None:

@@ -42,6 +42,7 @@ __all__ = ["AfterCommit", "Ownership", "Pacing", "TrainerPort", "TrainingLoop"]
 OWNERSHIP_S = 2.0
 LAST_COMMIT_S = 30.0
 """How long a learner that was told to stop waits for the commit in flight."""
+COMMIT_POLL_S = 0.5
 
 
 class TrainerPort(Protocol):
@@ -147,6 +148,8 @@ class TrainingLoop:
     source: str
     epoch: int
     version: int
+    give_up_at: float | None = None
+    """Monotonic seconds at which a learner that was told to stop waits for the bucket no longer."""
 
     @property
     def is_done(self) -> bool:
@@ -200,7 +203,8 @@ class TrainingLoop:
         self.settlement.settle("flat", [held.task for held in batch if not held.has_signal])
         seconds = time.monotonic() - started
         with self.progress.waiting_for_commit():
-            self._wait_for_committer()
+            if not self._land():
+                return  # told to stop while the bucket is away: this step is redone
         self._hand_over(self._new_version() if trained else None)
         self.progress.stepped(self.version, stats, [held.group for held in batch], lags, seconds)
         self._report()
@@ -257,17 +261,22 @@ class TrainingLoop:
         )
         self.committer.submit(Commit(new, ledger, state, self.progress.step_s, self.is_done))
 
-    def _wait_for_committer(self) -> None:
-        while not self.committer.wait_idle(timeout_s=1.0):
+    def _land(self) -> bool:
+        """Wait for the commit in flight as long as it takes; once told to stop, LAST_COMMIT_S in all, then False."""
+        while not self.committer.wait_idle(timeout_s=COMMIT_POLL_S):
             self.progress.still_committing()
+            if self.stopping.is_set():
+                self.give_up_at = self.give_up_at or time.monotonic() + LAST_COMMIT_S
+                if time.monotonic() >= self.give_up_at:
+                    return False
+        return True
 
     def _finish(self) -> None:
-        """Make durable what was trained: for ever at the end of the run, for a while where it was told to stop."""
-        deadline = None if self.is_done else time.monotonic() + LAST_COMMIT_S
-        landed = self._land(deadline)
+        """Make durable what was trained, so that nothing of it is trained again."""
+        landed = self._land()
         if landed and (self.settlement.has_settleable or self.is_done != self._is_finished):
             self._commit(None, state=None)
-            landed = self._land(deadline)
+            landed = self._land()
         if not landed:
             log.warning(
                 "the last commit did not reach the bucket: the next learner redoes its step"
@@ -278,13 +287,6 @@ class TrainingLoop:
     @property
     def _is_finished(self) -> bool:
         return self.committer.latest.finished
-
-    def _land(self, deadline: float | None) -> bool:
-        """Wait for the commit in flight, until ``deadline`` (monotonic seconds) if there is one."""
-        if deadline is None:
-            self._wait_for_committer()
-            return True
-        return self.committer.wait_idle(max(0.0, deadline - time.monotonic()))
 
     def _report(self) -> None:
         record = self.progress.record(self.settlement.committed, self.intake.seen)
