@@ -5,25 +5,20 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import socket
 import struct
 import subprocess
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError
 from spotgrpo.shared.services.processes import (
     LOOPBACK,
     Child,
     ChildEnded,
-    FolderLock,
     find_program,
-    free_ports,
-    kept_secrets,
     tail,
 )
+from spotgrpo.shared.services.server import PrivateServer
 
 USER = "spotgrpo"
 # The scripts themselves: what distributions put on PATH are wrappers that change the user.
@@ -39,7 +34,7 @@ GREETING_TIMEOUT_S = 2.0
 AMQP_HEADER = b"AMQP\x00\x00\x09\x01"
 
 
-class PrivateRabbitMQ:
+class PrivateRabbitMQ(PrivateServer):
     """A RabbitMQ server that this process owns: on loopback only, with a password of its own.
 
     A stopped or killed server starts again with the same messages, and, from the same object, on the same port.
@@ -53,6 +48,11 @@ class PrivateRabbitMQ:
         start_deadline_s: how long it may take to come up.
     """
 
+    _stop_grace_s = STOP_GRACE_S
+    _port_count = 3
+    _secrets_file = "broker.json"
+    _unavailable = BrokerUnavailable
+
     def __init__(
         self,
         folder: Path,
@@ -62,92 +62,17 @@ class PrivateRabbitMQ:
         channel_tick_s: float | None = None,
         start_deadline_s: float = 60.0,
     ) -> None:
-        self.folder = folder.absolute()
+        super().__init__(folder)
         self._heartbeat_s = heartbeat_s
         self._consumer_timeout_s = consumer_timeout_s
         self._channel_tick_s = channel_tick_s
         self._start_deadline_s = start_deadline_s
-        self._lock = FolderLock(self.folder)
-        self._ports: list[int] = []
-        self._secrets: dict[str, str] = {}
-        self._script: Path | None = None
         self._epmd: Child | None = None
-        self._server: Child | None = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     @property
     def url(self) -> str:
         """amqp:// URL with user and password. Known once it was started."""
         return f"amqp://{USER}:{self._secrets['password']}@{LOOPBACK}:{self.port}/%2F"
-
-    @property
-    def port(self) -> int:
-        return self._ports[0]
-
-    @property
-    def pid(self) -> int:
-        """Process id of the broker itself."""
-        return self._child.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._server is not None and self._server.is_running
-
-    def start(self) -> None:
-        """Start, and return when it takes connections; nothing to do when it runs.
-
-        Raises:
-            ConfigError: RabbitMQ is not installed, or a live process runs a server over this folder.
-            BrokerUnavailable: it did not come up; the message carries the end of its log.
-        """
-        if self.is_running:
-            return
-        self._script = find_server()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._lock.is_held:
-            self._lock.acquire()
-        try:
-            self._secrets = kept_secrets(self.folder / "broker.json", _draw_secrets)
-            self._start_on_free_ports()
-        except BaseException:
-            self.stop()
-            raise
-
-    def restart(self) -> None:
-        """Stop in good order and start again on the same port."""
-        self._child.stop(STOP_GRACE_S)
-        self.start()
-
-    def stop(self) -> None:
-        """Stop the server and its port mapper and give the folder back. Nothing to do when stopped."""
-        for child in (self._server, self._epmd):
-            if child is not None:
-                child.stop(STOP_GRACE_S)
-        self._server = self._epmd = None
-        self._lock.release()
-
-    def kill(self) -> None:
-        """End the server with SIGKILL, as a crash would; `start` brings it back on the same port."""
-        self._child.kill()
-
-    def pause(self) -> None:
-        """Freeze the server: connections stay open and nothing answers."""
-        self._child.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let a frozen server go on."""
-        self._child.send(signal.SIGCONT)
 
     def ctl(self, *args: str) -> str:
         """Run ``rabbitmqctl`` on this server (0.5 s and more) and return what it prints.
@@ -155,9 +80,7 @@ class PrivateRabbitMQ:
         Raises:
             BrokerUnavailable: it failed or took longer than a minute; the message carries what it said.
         """
-        if self._script is None:
-            raise RuntimeError("the server was never started")
-        command = [str(self._script.with_name("rabbitmqctl")), "-q", "-n", self._node, *args]
+        command = [str(self._installed.with_name("rabbitmqctl")), "-q", "-n", self._node, *args]
         try:
             done = subprocess.run(
                 command,
@@ -176,29 +99,32 @@ class PrivateRabbitMQ:
         return done.stdout
 
     @property
-    def _child(self) -> Child:
-        if self._server is None:
-            raise RuntimeError("the server was not started")
-        return self._server
-
-    @property
     def _node(self) -> str:
         return f"{self._secrets['node']}@localhost"
 
-    def _start_on_free_ports(self) -> None:
-        """Start on the ports of before; draw them, and draw again if another was faster, the first time."""
-        is_first = not self._ports
-        for last_try in (False, False, True):
-            self._ports = self._ports or free_ports(3)
-            self._write_config()
-            try:
-                self._start_children()
-            except ChildEnded as exc:
-                if last_try or not is_first:
-                    raise BrokerUnavailable(f"{exc}\n{self._log_tail()}") from exc
-                self._ports = []
-            else:
-                return
+    def _find(self) -> Path:
+        return find_server()
+
+    @staticmethod
+    def _draw_secrets() -> dict[str, str]:
+        return {
+            "password": secrets.token_urlsafe(24),
+            "node": f"spotgrpo_{secrets.token_hex(4)}",
+            "cluster_name": f"spotgrpo-{secrets.token_hex(8)}",
+        }
+
+    def _launch(self) -> None:
+        self._write_config()
+        self._start_children()
+
+    def _tidy(self) -> None:
+        """The port mapper after the server that is registered with it."""
+        if self._epmd is not None:
+            self._epmd.stop(STOP_GRACE_S)
+        self._epmd = None
+
+    def _why(self, error: ChildEnded) -> str:
+        return f"{error}\n{self._log_tail()}"
 
     def _start_children(self) -> None:
         env, lock = self._env(), self._lock.fd
@@ -209,17 +135,11 @@ class PrivateRabbitMQ:
             command: list[str | Path] = [epmd, "-port", str(self._ports[2]), "-address", LOOPBACK]
             self._epmd = Child("epmd", command, env, self.folder / "epmd.log", lock)
             self._epmd.wait_until(lambda: _listens(self._ports[2]), 10)
-        self._server = Child("rabbitmq", [self._script_path], env, self._stdout, lock)
+        self._server = Child("rabbitmq", [self._installed], env, self._stdout, lock)
         if not self._server.wait_until(self._greets, self._start_deadline_s):
             raise BrokerUnavailable(
                 f"rabbitmq did not come up in {self._start_deadline_s:g} s\n{self._log_tail()}"
             )
-
-    @property
-    def _script_path(self) -> Path:
-        if self._script is None:
-            raise RuntimeError("the server was never started")
-        return self._script
 
     @property
     def _stdout(self) -> Path:
@@ -300,14 +220,6 @@ def find_server() -> Path:
         "no RabbitMQ is installed to run privately; `apt-get install rabbitmq-server`, "
         "or set SPOTGRPO_BROKER__URL to a broker of yours",
     )
-
-
-def _draw_secrets() -> dict[str, str]:
-    return {
-        "password": secrets.token_urlsafe(24),
-        "node": f"spotgrpo_{secrets.token_hex(4)}",
-        "cluster_name": f"spotgrpo-{secrets.token_hex(8)}",
-    }
 
 
 def _erlang_folders() -> list[Path]:

@@ -7,25 +7,19 @@ import hmac
 import http.client
 import os
 import secrets
-import signal
 import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from spotgrpo.shared.errors import ConfigError, StoreUnavailable
 from spotgrpo.shared.services.processes import (
     LOOPBACK,
     Child,
-    ChildEnded,
-    FolderLock,
     find_program,
-    free_ports,
-    kept_secrets,
     tail,
 )
+from spotgrpo.shared.services.server import PrivateServer
 
 REGION = "us-east-1"
 # With a half-read download open it would take 30 s to end; no acknowledged put was ever lost by a kill.
@@ -37,7 +31,7 @@ LONGEST_SOCKET_PATH = 100
 LISTENERS = ("s3", "master", "volume", "filer", "admin")
 
 
-class PrivateS3:
+class PrivateS3(PrivateServer):
     """An S3 server that this process owns: on loopback only, with credentials of its own and one bucket.
 
     A stopped or killed server starts again with the same objects, and, from the same object, on the same port.
@@ -50,6 +44,11 @@ class PrivateS3:
         start_deadline_s: how long it may take to come up.
     """
 
+    _stop_grace_s = STOP_GRACE_S
+    _port_count = 2 * len(LISTENERS)
+    _secrets_file = "store.json"
+    _unavailable = StoreUnavailable
+
     def __init__(
         self,
         folder: Path,
@@ -58,32 +57,11 @@ class PrivateS3:
         memory_limit_mib: int = 300,
         start_deadline_s: float = 30.0,
     ) -> None:
-        self.folder = folder.absolute()
+        super().__init__(folder)
         self.bucket = bucket
         self._memory_limit_mib = memory_limit_mib
         self._start_deadline_s = start_deadline_s
-        self._lock = FolderLock(self.folder)
-        self._ports: list[int] = []
-        self._secrets: dict[str, str] = {}
-        self._weed: Path | None = None
         self._short: tempfile.TemporaryDirectory[str] | None = None
-        self._server: Child | None = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    @property
-    def port(self) -> int:
-        return self._ports[0]
 
     @property
     def endpoint_url(self) -> str:
@@ -102,88 +80,26 @@ class PrivateS3:
     def region(self) -> str:
         return REGION
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+    def _find(self) -> Path:
+        return find_weed()
 
-    @property
-    def is_running(self) -> bool:
-        return self._server is not None and self._server.is_running
-
-    def start(self) -> None:
-        """Start, and return when the bucket takes objects; nothing to do when it runs.
-
-        Raises:
-            ConfigError: SeaweedFS is not installed, or a live process runs a server over this folder.
-            StoreUnavailable: it did not come up; the message carries the end of its log.
-        """
-        if self.is_running:
-            return
-        self._weed = find_weed()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._lock.is_held:
-            self._lock.acquire()
-        try:
-            self._secrets = kept_secrets(self.folder / "store.json", _draw_secrets)
-            self._start_on_free_ports()
-        except BaseException:
-            self.stop()
-            raise
-
-    def restart(self) -> None:
-        """Stop in good order and start again on the same port."""
-        self._child.stop(STOP_GRACE_S)
-        self.start()
-
-    def stop(self) -> None:
-        """Stop the server and give the folder back. Nothing to do when stopped."""
-        if self._server is not None:
-            self._server.stop(STOP_GRACE_S)
-        self._server = None
+    def _tidy(self) -> None:
         if self._short is not None:
             self._short.cleanup()
             self._short = None
-        self._lock.release()
 
-    def kill(self) -> None:
-        """End the server with SIGKILL, as a crash would; `start` brings it back on the same port."""
-        self._child.kill()
+    @staticmethod
+    def _draw_secrets() -> dict[str, str]:
+        return {
+            "access_key_id": secrets.token_hex(10).upper(),
+            "secret_access_key": secrets.token_urlsafe(30),
+        }
 
-    def pause(self) -> None:
-        """Freeze the server: connections stay open and nothing answers."""
-        self._child.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let a frozen server go on."""
-        self._child.send(signal.SIGCONT)
-
-    @property
-    def _child(self) -> Child:
-        if self._server is None:
-            raise RuntimeError("the server was not started")
-        return self._server
-
-    def _start_on_free_ports(self) -> None:
-        """Start on the ports of before; draw them, and draw again if another was faster, the first time."""
-        is_first = not self._ports
-        for last_try in (False, False, True):
-            self._ports = self._ports or free_ports(2 * len(LISTENERS))
-            try:
-                self._start_child()
-            except ChildEnded as exc:
-                if last_try or not is_first:
-                    raise StoreUnavailable(str(exc)) from exc
-                self._ports = []
-            else:
-                return
-
-    def _start_child(self) -> None:
-        if self._weed is None:
-            raise RuntimeError("the server was never started")
+    def _launch(self) -> None:
         for folder in ("data", "tmp"):
             (self.folder / folder).mkdir(exist_ok=True)
         log = self.folder / "weed.log"
-        command = [str(self._weed), *self._arguments(self._socket_folder())]
+        command = [str(self._installed), *self._arguments(self._socket_folder())]
         self._server = Child("weed mini", command, self._env(), log, self._lock.fd)
         if not self._server.wait_until(self._takes_objects, self._start_deadline_s):
             raise StoreUnavailable(
@@ -304,11 +220,4 @@ def sign(
     credential = f"AWS4-HMAC-SHA256 Credential={access_key_id}/{scope}"
     return headers | {
         "authorization": f"{credential}, SignedHeaders={names}, Signature={signature}"
-    }
-
-
-def _draw_secrets() -> dict[str, str]:
-    return {
-        "access_key_id": secrets.token_hex(10).upper(),
-        "secret_access_key": secrets.token_urlsafe(30),
     }
