@@ -375,8 +375,9 @@ def test_publishing_goes_on_through_cut_connections(broker: Broker, world: World
 def test_one_leads_and_the_standby_follows_when_it_goes(world: World) -> None:
     first, second = world.make(), world.make()
     first.declare()
-    active, standby = first.leader_consumer(4), second.leader_consumer(4)
+    active = first.leader_consumer(4)
     assert active.lead(WAIT_S)
+    standby = second.leader_consumer(4)  # each tries from its making on: the second only now
     assert not standby.lead(BRIEFLY_S)
     active.close()
     assert standby.lead(WAIT_S)
