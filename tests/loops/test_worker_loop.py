@@ -307,13 +307,19 @@ def test_old_versions_are_unloaded_once_idle(bench: Bench) -> None:
 
 def test_a_takeover_puts_workers_back_to_the_durable_version(bench: Bench) -> None:
     async def story() -> None:
-        engine = ScriptedEngine()
         bench.commit(0)
-        async with working(bench, engine) as (worker, _, _):
-            bench.commit(1)
+        bench.commit(1)
+        durable = Latest.from_bytes(bench.store.get(bench.keys.latest).body)
+        async with working(bench, ScriptedEngine()) as (worker, _, _):
             await until(lambda: serves(worker, 1))
-            bench.commit(1, epoch=2)
-            await until(lambda: serves(worker, 1, epoch=2))
+            bench.commit(2)
+            await until(lambda: serves(worker, 2))
+            again = durable.model_copy(update={"epoch": 2, "nonce": "taken over"})
+            assert bench.store.compare_and_swap(bench.keys.latest, again.to_bytes(), bench.etag)
+            await until(lambda: serves(worker, 1))
+            bench.ask(0)
+            (group,) = await bench.answers(1)
+        assert group.rollouts[0].versions[0].version == PolicyVersion(1, 1)
 
     run(story)
 
@@ -427,7 +433,8 @@ def test_workers_go_on_while_the_bucket_is_down(tmp_path: Path) -> None:
             store.down = True
             for index in range(1, 4):
                 bench.ask(index)
-            await bench.answers(3)
+            groups = await bench.answers(3)
+            assert {group.rollouts[0].versions[0].version.number for group in groups} == {0}
             bench.commit(1)
             store.down = False
             await until(lambda: serves(worker, 1))
