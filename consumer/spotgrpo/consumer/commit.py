@@ -30,6 +30,7 @@ from spotgrpo.shared.manifest import (
 )
 from spotgrpo.shared.ports import ObjectStore
 from spotgrpo.shared.retry import retry
+from spotgrpo.shared.steps import Step, reached
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class BucketWriter:
         """Files first, the manifest last: a version without one does not exist."""
         for name, body in new.files.items():
             self._create(self._keys.version(new.version, name), body)
+        reached(Step.LEARNER_UPLOADED)
         manifest = Manifest(
             run=self._keys.run,
             version=new.version.number,
@@ -208,12 +210,16 @@ class Committer:
     def _perform(self, commit: Commit) -> None:
         stored = self._writer.store_version(commit.new) if commit.new else None
         if stored:
+            reached(Step.LEARNER_MANIFEST_STORED)
             self._move(serving=stored.serving(), step_s=commit.step_s)
+            reached(Step.LEARNER_SERVING)
             self._on_serving(stored.version)
         if commit.ledger is None:
             return
         durable = self._store_durable(commit, commit.ledger)
+        reached(Step.LEARNER_STATE_STORED)
         self._move(durable=durable, step_s=commit.step_s, finished=commit.finished)
+        reached(Step.LEARNER_DURABLE)
         self._on_durable(self._latest)
 
     def _store_durable(self, commit: Commit, ledger: Ledger) -> Durable:

@@ -20,6 +20,7 @@ from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
 from spotgrpo.shared.ids import Keys, Queues
 from spotgrpo.shared.latest import LatestPointer
+from spotgrpo.shared.steps import Step, reached
 
 if TYPE_CHECKING:
     from spotgrpo.consumer.progress import Progress
@@ -103,6 +104,7 @@ class Learner:
         )
         if taken.resumed:
             self._w.trainer.restore(taken.state)
+            reached(Step.LEARNER_RESTORED)
         return taken
 
     def _start(self) -> Start:

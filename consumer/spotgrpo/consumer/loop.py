@@ -18,6 +18,7 @@ from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.shared.errors import SpotGRPOError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.ports import Message
+from spotgrpo.shared.steps import Step, reached
 from spotgrpo.shared.wire import Report, encode_report
 
 if TYPE_CHECKING:
@@ -93,9 +94,11 @@ class AfterCommit:
             consumer.ack(
                 [receipt.handle for receipt in landed.acks if receipt.consumer is consumer]
             )
+        reached(Step.LEARNER_ACKED)
         self.issuer.forget(landed.settled)
         outstanding = self.settlement.committed.outstanding
         self.issuer.publish([(task, outstanding[task]) for task in landed.issued])
+        reached(Step.LEARNER_ISSUED)
         bodies = [receipt.object_key for receipt in landed.acks if receipt.object_key]
         self.retention.apply(latest, bodies)
 
@@ -199,6 +202,7 @@ class TrainingLoop:
         lags = [held.lag(self.version) for held in batch]
         trained = [held for held in batch if held.has_signal]
         stats = self._step([held.group for held in trained]) if trained else None
+        reached(Step.LEARNER_STEPPED)
         self.settlement.settle("trained", [held.task for held in trained])
         self.settlement.settle("flat", [held.task for held in batch if not held.has_signal])
         seconds = time.monotonic() - started

@@ -20,6 +20,7 @@ from spotgrpo.shared.latest import LatestPointer, fresh_nonce
 from spotgrpo.shared.manifest import Durable, Latest, Probe, RunDocument, sha256_hex
 from spotgrpo.shared.ports import ObjectInfo, ObjectStore
 from spotgrpo.shared.retry import retry
+from spotgrpo.shared.steps import Step, reached
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,9 @@ def _claim(
             "finished": False,
         }
     )
+    reached(Step.LEARNER_LEADING)
     pointer.move(mine, stopping=stopping)
+    reached(Step.LEARNER_CLAIMED)
     log.info("took the run over at version %s as epoch %d", mine.durable.policy, mine.epoch)
     return mine
 
@@ -185,6 +188,7 @@ def _begin(
         serving=stored.serving(),
         durable=durable,
     )
+    reached(Step.LEARNER_BEGINNING)
     pointer.move(latest, stopping=stopping)
     log.info("began run %s at version %s", keys.run, version)
     return TakenOver(latest, ledger, start.state, resumed=False)

@@ -36,6 +36,7 @@ from spotgrpo.consumer.trainer_state import Counters, pack_state, unpack_state
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig
 from spotgrpo.shared.errors import ConfigError
 from spotgrpo.shared.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Probe
+from spotgrpo.shared.steps import Step, reached
 from spotgrpo.shared.wire import Group, Rollout
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,7 @@ class Trainer:
         if total.trained:
             for batch in packed.batches:
                 total.add(*self._backward(batch, total.trained))
+            reached(Step.LEARNER_STEPPING)
             self._update(total, rate)
         self.steps_done += 1
         self._choose_probe(groups, advantages)

@@ -40,6 +40,7 @@ from spotgrpo.shared.manifest import (
     sha256_hex,
 )
 from spotgrpo.shared.ports import ObjectStore
+from spotgrpo.shared.steps import Step, reached
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -218,6 +219,7 @@ class PolicyWatcher:
         folder = self._cache_dir / f"{serving.policy}.{self._folders}"
         try:
             await self._fetch(manifest, folder)
+            reached(Step.WORKER_DOWNLOADED)
             await self._make_room()
             modules = await self._engine.load(manifest.policy, folder)
             if modules != manifest.modules:

@@ -41,6 +41,7 @@ from spotgrpo.shared.ports import (
     Publisher,
 )
 from spotgrpo.shared.retry import retry
+from spotgrpo.shared.steps import Step, reached
 from spotgrpo.shared.stopping import Stopping
 from spotgrpo.shared.wire import (
     MAX_MESSAGE_BYTES,
@@ -244,7 +245,9 @@ class Worker:
             self._jobs.pop(task.task_id, None)
             return
         group = await self._score(task, adopted, sampled)
+        reached(Step.WORKER_GENERATED)
         await self._publish(group, publisher)
+        reached(Step.WORKER_CONFIRMED)
         consumer.ack(job.handles)
         self._jobs.pop(task.task_id, None)
         self._groups += 1
@@ -350,6 +353,7 @@ class Worker:
                     left.append((delivery.message, [delivery.handle]))
                 for message, handles in left:
                     await self._confirmed(publisher, self._queues.tasks, message)
+                    reached(Step.WORKER_HANDED_BACK)
                     consumer.ack(handles)
                     handed_back += 1
         except (TimeoutError, SpotGRPOError) as exc:
@@ -414,6 +418,7 @@ class Worker:
         self._tokens += tokens
         self._recent_tokens += tokens
         self._last_token = time.monotonic()
+        reached(Step.WORKER_GENERATING)
 
     async def _watch_engine(self) -> None:
         """An engine that gives no token while it has work would hold its tasks for ever behind a living heartbeat."""
