@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -29,6 +30,7 @@ class Stopping(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self.reason = ""
+        self._gone_at: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._guard = threading.Lock()
         self._interrupts = 0
@@ -41,10 +43,22 @@ class Stopping(threading.Event):
         for callback in due:
             callback()
 
-    def ask(self, reason: str) -> None:
-        """:meth:`set`, keeping the first ``reason``."""
+    def ask(self, reason: str, within_s: float | None = None) -> None:
+        """:meth:`set`, keeping the first ``reason`` and the earliest end.
+
+        Args:
+            within_s: seconds after which the machine is gone, where that is known.
+        """
         self.reason = self.reason or reason
+        if within_s is not None:
+            gone_at = time.monotonic() + within_s
+            self._gone_at = gone_at if self._gone_at is None else min(gone_at, self._gone_at)
         self.set()
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the machine is gone, 0 or more; None where nobody said."""
+        return None if self._gone_at is None else max(0.0, self._gone_at - time.monotonic())
 
     def add_callback(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback`` once when asked to stop, at once if that was before; returns what removes it.
