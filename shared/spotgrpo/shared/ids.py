@@ -112,8 +112,19 @@ class Keys:
     def group(self, task: TaskId, sha256: str) -> str:
         return f"{self.run}/groups/{task}.{sha256}"
 
-    def dead(self, task: TaskId) -> str:
-        return f"{self.run}/dead/{task}"
+    @property
+    def dead_letters(self) -> str:
+        return f"{self.run}/dead/"
+
+    def dead(self, task: TaskId | str) -> str:
+        return f"{self.dead_letters}{task}"
+
+    @property
+    def requeues(self) -> str:
+        return f"{self.run}/requeue/"
+
+    def requeue(self, task: TaskId | str) -> str:
+        return f"{self.requeues}{task}"
 
 
 @dataclass(frozen=True)
