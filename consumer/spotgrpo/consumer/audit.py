@@ -66,35 +66,50 @@ def audit_run(store: ObjectStore, keys: Keys) -> AuditReport:
         ConfigError: the bucket holds no such run.
         IntegrityError: a ledger of the chain is missing or altered.
     """
+    return audit_chain(keys.run, read_chain(store, read_latest(store, keys)))
+
+
+def read_latest(store: ObjectStore, keys: Keys) -> Latest:
+    """``latest.json`` of a run. Raises ConfigError where the bucket holds no such run."""
     try:
-        latest = Latest.from_bytes(store.get(keys.latest).body)
+        return Latest.from_bytes(store.get(keys.latest).body)
     except NotStored as exc:
         raise ConfigError(
             "run.id", keys.run, "the bucket has no run of this id; name one that was started"
         ) from exc
-    return audit_chain(keys.run, read_chain(store, latest))
 
 
 def read_chain(store: ObjectStore, latest: Latest) -> list[Ledger]:
     """All ledgers from the first to the one that ``latest`` names."""
-    chain: list[Ledger] = []
-    key: str | None = latest.durable.ledger
-    digest: str | None = latest.durable.ledger_sha256
-    while key is not None:
-        try:
-            body = store.get(key).body
-        except NotStored as exc:
-            raise IntegrityError(f"ledger {key} is missing from the bucket") from exc
-        if digest is not None and sha256_hex(body) != digest:
-            raise IntegrityError(f"ledger {key} does not have the sha256 that latest.json names")
-        ledger = decode_ledger(body)
-        if chain and ledger.sequence != chain[-1].sequence - 1:
-            raise IntegrityError(
-                f"ledger {key} is not the one before sequence {chain[-1].sequence}"
-            )
-        chain.append(ledger)
-        key, digest = ledger.parent, None
+    chain = [read_newest(store, latest)]
+    while (before := read_parent(store, chain[-1])) is not None:
+        chain.append(before)
     return chain[::-1]
+
+
+def read_newest(store: ObjectStore, latest: Latest) -> Ledger:
+    """The ledger that ``latest`` names. Raises IntegrityError."""
+    key, body = latest.durable.ledger, _read(store, latest.durable.ledger)
+    if sha256_hex(body) != latest.durable.ledger_sha256:
+        raise IntegrityError(f"ledger {key} does not have the sha256 that latest.json names")
+    return decode_ledger(body)
+
+
+def read_parent(store: ObjectStore, ledger: Ledger) -> Ledger | None:
+    """The ledger before ``ledger``, None where that is the first. Raises IntegrityError."""
+    if ledger.parent is None:
+        return None
+    before = decode_ledger(_read(store, ledger.parent))
+    if before.sequence != ledger.sequence - 1:
+        raise IntegrityError(f"ledger {ledger.parent} is not the one before {ledger.sequence}")
+    return before
+
+
+def _read(store: ObjectStore, key: str) -> bytes:
+    try:
+        return store.get(key).body
+    except NotStored as exc:
+        raise IntegrityError(f"ledger {key} is missing from the bucket") from exc
 
 
 def audit_chain(run: str, chain: list[Ledger]) -> AuditReport:

@@ -296,7 +296,7 @@ class Intake:
                     len(delivery.message.body),
                 )
                 self._keep_dead(
-                    f"{self._keys.run}/dead/unknown.{_short(delivery.message.body)}", delivery
+                    self._keys.dead(f"unknown.{_short(delivery.message.body)}"), delivery
                 )
                 self._dead.ack([delivery.handle])
                 continue

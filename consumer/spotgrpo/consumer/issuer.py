@@ -94,17 +94,20 @@ class Issuer:
             stop_token_ids=tuple(sampling.stop_token_ids),
         )
 
-    def publish(self, tasks: Iterable[tuple[TaskId, int]]) -> None:
-        """Publish tasks (id, version at issue) that a committed ledger holds."""
-        for task_id, issued_at in tasks:
-            self._publish(task_id, issued_at, self._config.train.reissue_after_s)
+    def publish(self, tasks: Iterable[tuple[TaskId, int]], *, again: bool = False) -> None:
+        """Publish tasks (id, version at issue) that a committed ledger holds.
 
-    def _publish(self, task_id: TaskId, issued_at: int, wait: float) -> None:
+        ``again`` says that an earlier learner may have published them, so that a worker may have left a partial.
+        """
+        for task_id, issued_at in tasks:
+            self._publish(task_id, issued_at, self._config.train.reissue_after_s, again=again)
+
+    def _publish(self, task_id: TaskId, issued_at: int, wait: float, *, again: bool) -> None:
         timer = _Timer(self._clock() + wait, wait)
         with self._lock:
             body = encode_task(self.task(task_id, issued_at))
             self._timers[task_id] = timer
-        done = self._publisher.publish(self._queue, self._message(task_id, body))
+        done = self._publisher.publish(self._queue, self._message(task_id, body, again=again))
         done.add_done_callback(lambda future: self._confirmed(timer, future))
 
     def _confirmed(self, timer: _Timer, future: Future[None]) -> None:
@@ -121,12 +124,13 @@ class Issuer:
         if self._error is not None:
             raise self._error
 
-    def _message(self, task_id: TaskId, body: bytes) -> Message:
+    def _message(self, task_id: TaskId, body: bytes, *, again: bool) -> Message:
         headers: dict[str, str | int] = {
             "run": self._config.run.id,
             "task": str(task_id),
             "schema": SCHEMA,
             "kind": "task",
+            **({"again": 1} if again else {}),
         }
         return Message(body, message_id=str(task_id), headers=headers)
 
@@ -163,7 +167,7 @@ class Issuer:
         longest = LONGEST_BACKOFF * self._config.train.reissue_after_s
         for task_id, issued_at, waited in due:
             log.warning("task %s gave no sign for %.0f s: publishing it again", task_id, waited)
-            self._publish(task_id, issued_at, min(2 * waited, longest))
+            self._publish(task_id, issued_at, min(2 * waited, longest), again=True)
         return [task_id for task_id, _, _ in due]
 
     def _due(self, missing: Iterable[tuple[TaskId, int]]) -> list[tuple[TaskId, int, float]]:

@@ -15,6 +15,7 @@ from spotgrpo.consumer.commit import BucketWriter, Committer
 from spotgrpo.consumer.intake import Expected, Intake, Receipt
 from spotgrpo.consumer.issuer import Issuer
 from spotgrpo.consumer.loop import AfterCommit, Ownership, Pacing, TrainerPort, TrainingLoop
+from spotgrpo.consumer.requeue import Past, Requeues
 from spotgrpo.consumer.retention import Retention
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
@@ -77,7 +78,7 @@ class Learner:
             taken = self._take_over()
             loop = self._assemble(stack, taken, rollouts)
             self._progress.began(taken.ledger.version, resumed=taken.resumed)
-            loop.publish_outstanding(taken.ledger)
+            loop.publish_outstanding(taken.ledger, again=taken.resumed)
             rollouts.start(authorize=self._pointer.check_mine)
             loop.run()
         return self._progress.summary("done" if loop.is_done else "stopped")
@@ -123,7 +124,12 @@ class Learner:
         stack.callback(publisher.close)
         settlement: Settlement[Receipt] = Settlement(taken.ledger)
         issuer = Issuer(w.prompts, publisher, w.config)
-        after = AfterCommit(settlement, issuer, self._retention(), publisher, self._queues)
+        requeues = Requeues(
+            w.store, self._keys, Past(w.store, taken.ledger), self._pointer.check_mine
+        )
+        after = AfterCommit(
+            settlement, issuer, self._retention(), publisher, self._queues, requeues
+        )
         committer = Committer(
             BucketWriter(w.store, self._keys, threading.Event()),
             self._pointer,
@@ -139,6 +145,7 @@ class Learner:
             settlement=settlement,
             intake=self._intake(taken, rollouts, dead, settlement, issuer.sampling),
             issuer=issuer,
+            requeues=requeues,
             committer=committer,
             progress=self._progress,
             pacing=self._pacing,

@@ -48,8 +48,9 @@ class Ledger:
         parent: bucket key of the ledger before, None for the first.
         cursor: next prompt index to be issued.
         outstanding: task -> version number when it was issued.
-        settled: what ended since the parent, by cause.
-        issued: what was issued since the parent, retries included.
+        settled: what ended since the parent, by cause, each in the order in which it was settled: of trained tasks,
+            that of the step's batch, so that a run can be replayed from its ledgers.
+        issued: what was issued since the parent: retries, then what a person asked for again, then new prompts.
         takeovers: epoch -> version number that its learner resumed from.
     """
 
@@ -89,11 +90,16 @@ class Ledger:
         max_attempts: int,
         duplicates: int,
         parent: str | None,
+        requeued: tuple[TaskId, ...] = (),
     ) -> Ledger:
         """The ledger after ``settled`` ended, stale and dead prompts were tried again, and ``issue`` new were issued.
 
+        ``requeued`` are next attempts of dead tasks that a person asked for; that they were never issued is for the
+        caller to know, since it takes the whole chain.
+
         Raises:
-            ValueError: a task is settled that is not outstanding, or twice; the caller broke the protocol.
+            ValueError: a task is settled that is not outstanding, or twice, or one is requeued that is outstanding
+                or never was issued at all; the caller broke the protocol.
         """
         ended = [task for tasks in settled.values() for task in tasks]
         if len(set(ended)) != len(ended) or any(task not in self.outstanding for task in ended):
@@ -101,7 +107,8 @@ class Ledger:
                 f"settles tasks that are not outstanding, or twice: {sorted(map(str, ended))}"
             )
         retries = retries_of(settled, max_attempts)
-        issued = retries + tuple(TaskId(self.cursor + i) for i in range(issue))
+        _check_requeued(requeued, self.cursor, {*self.outstanding, *retries})
+        issued = retries + requeued + tuple(TaskId(self.cursor + i) for i in range(issue))
         gone = set(ended)
         outstanding = {task: at for task, at in self.outstanding.items() if task not in gone}
         outstanding.update(dict.fromkeys(issued, version))
@@ -122,6 +129,14 @@ def retries_of(settled: Settled, max_attempts: int) -> tuple[TaskId, ...]:
     """The next attempts of prompts whose tasks went stale or died."""
     failed = (*settled.get("stale", ()), *settled.get("dead", ()))
     return tuple(task.next_attempt() for task in failed if task.attempt < max_attempts)
+
+
+def _check_requeued(requeued: tuple[TaskId, ...], cursor: int, taken: set[TaskId]) -> None:
+    wrong = [task for task in requeued if task in taken or task.attempt < 2 or task.index >= cursor]
+    if wrong or len(set(requeued)) != len(requeued):
+        raise ValueError(
+            f"requeues tasks that are outstanding, first attempts, or twice: {sorted(map(str, requeued))}"
+        )
 
 
 def _add(counts: Counts, settled: Settled, issued: int, duplicates: int) -> Counts:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from spotgrpo.consumer.issuer import Issuer
     from spotgrpo.consumer.ledger import Ledger
     from spotgrpo.consumer.progress import Progress, StepStats
+    from spotgrpo.consumer.requeue import Requeues
     from spotgrpo.consumer.retention import Retention
     from spotgrpo.consumer.settlement import Settlement
     from spotgrpo.shared.ids import Queues
@@ -82,6 +83,7 @@ class AfterCommit:
     retention: Retention
     publisher: Publisher
     queues: Queues
+    requeues: Requeues
 
     def serving(self, version: PolicyVersion) -> None:
         """Wake pollers early; polling alone is enough."""
@@ -99,6 +101,7 @@ class AfterCommit:
         outstanding = self.settlement.committed.outstanding
         self.issuer.publish([(task, outstanding[task]) for task in landed.issued])
         reached(Step.LEARNER_ISSUED)
+        self.requeues.landed()
         bodies = [receipt.object_key for receipt in landed.acks if receipt.object_key]
         self.retention.apply(latest, bodies)
 
@@ -139,6 +142,7 @@ class TrainingLoop:
     settlement: Settlement[Receipt]
     intake: Intake
     issuer: Issuer
+    requeues: Requeues
     committer: Committer
     progress: Progress
     pacing: Pacing
@@ -171,11 +175,15 @@ class TrainingLoop:
                 self._train_on(batch)
         self._finish()
 
-    def publish_outstanding(self, ledger: Ledger) -> None:
-        """After a takeover: what the last ledger issued at once, the rest if it gives no sign (rule 4)."""
+    def publish_outstanding(self, ledger: Ledger, *, again: bool) -> None:
+        """What the last ledger issued at once, the rest if it gives no sign (rule 4).
+
+        After a takeover (``again``) the learner before may have published all of it.
+        """
         outstanding = ledger.outstanding
         self.issuer.publish(
-            [(task, outstanding[task]) for task in ledger.issued if task in outstanding]
+            [(task, outstanding[task]) for task in ledger.issued if task in outstanding],
+            again=again,
         )
         self.issuer.expect(set(outstanding) - set(ledger.issued))
 
@@ -190,6 +198,7 @@ class TrainingLoop:
         self.committer.check()
         self.issuer.check()
         self.ownership.check()
+        self.requeues.look()
         if settleable and self.committer.idle and self._is_worth_a_commit:
             self._commit(None, state=None)
         if self.ownership.is_sure:
@@ -254,6 +263,7 @@ class TrainingLoop:
 
     def _commit(self, new: NewVersion | None, state: bytes | None) -> None:
         """Give the idle committer a ledger with all that is settled, with a version or alone."""
+        self.requeues.look()
         latest = self.committer.latest
         if state is None and latest.serving.policy != latest.durable.policy:
             state = self.trainer.state()  # versions are served that no state was stored for yet
@@ -262,7 +272,9 @@ class TrainingLoop:
             issue=lambda outstanding: self.pacing.budget(self.version, outstanding),
             max_attempts=0 if self.is_done else self.pacing.max_attempts,
             parent=latest.durable.ledger,
+            requeue=self.requeues.wanted,
         )
+        self.requeues.written(ledger)
         self.committer.submit(Commit(new, ledger, state, self.progress.step_s, self.is_done))
 
     def _land(self) -> bool:

@@ -10,7 +10,7 @@ The main thread receives and settles, the committer's thread calls ``landed``: o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -64,16 +64,25 @@ class Settlement(Generic[ReceiptT]):
             return "copy"
 
     def settle(self, cause: Cause, tasks: Iterable[TaskId]) -> None:
-        """Mark held tasks as ended; they are acked once a commit that has them in its ledger has landed."""
+        """Mark held tasks as ended; they are acked once a commit that has them in its ledger has landed.
+
+        Ledgers list them in the order of these calls: that of a step's batch, for the trained ones.
+        """
         with self._lock:
             for task in tasks:
                 entry = self._entries[task]
                 if entry.cause is not None:
                     raise ValueError(f"task {task} is settled already, as {entry.cause}")
                 entry.cause = cause
+                self._entries[task] = self._entries.pop(task)
 
     def write(
-        self, version: int, issue: Callable[[int], int], max_attempts: int, parent: str
+        self,
+        version: int,
+        issue: Callable[[int], int],
+        max_attempts: int,
+        parent: str,
+        requeue: Sequence[TaskId] = (),
     ) -> Ledger:
         """The ledger of the next commit: all that is settled and not in a ledger yet.
 
@@ -81,6 +90,8 @@ class Settlement(Generic[ReceiptT]):
             version: number of the policy version it goes with.
             issue: how many new tasks to issue when so many are outstanding.
             parent: bucket key of the committed ledger.
+            requeue: next attempts of dead tasks that a person asked for; as many as ``issue`` allows go before new
+                prompts, so that no more are outstanding than can be trained in time.
         """
         with self._lock:
             if self._flight is not None:
@@ -91,10 +102,13 @@ class Settlement(Generic[ReceiptT]):
                     entry.in_flight = True
                     settled[entry.cause] = (*settled.get(entry.cause, ()), task)
             left = len(self.committed.outstanding) - sum(map(len, settled.values()))
+            room = issue(left + len(retries_of(settled, max_attempts)))
+            requeued = tuple(requeue[:room])
             self._flight = self.committed.next(
                 settled=settled,
                 version=version,
-                issue=issue(left + len(retries_of(settled, max_attempts))),
+                issue=room - len(requeued),
+                requeued=requeued,
                 max_attempts=max_attempts,
                 duplicates=self._duplicates,
                 parent=parent,
