@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spotgrpo.cli import audit, doctor, export, learner, services, worker
+from spotgrpo.cli import audit, dead, doctor, export, learner, services, worker
 
 app = typer.Typer(
     name="spotgrpo",
@@ -22,6 +22,7 @@ app.command("worker")(worker.command)
 app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("audit")(audit.command)
+app.add_typer(dead.app, name="dead")
 app.command("services")(services.command)
 
 
