@@ -510,7 +510,7 @@ def test_a_task_that_waits_for_a_version_takes_no_room_from_others(bench: Bench)
 def test_a_drain_without_a_broker_ends_without_an_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("spotgrpo.producer.worker.HAND_BACK_S", 0.3)
+    monkeypatch.setattr("spotgrpo.producer.patience.HAND_BACK_S", 0.3)
 
     async def story() -> None:
         bench.commit(0)
@@ -531,7 +531,7 @@ def test_a_drain_without_a_broker_ends_without_an_error(
 def test_a_drain_ends_though_the_window_of_the_publisher_is_full(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spotgrpo.producer.worker.HAND_BACK_S", 0.3)
+    monkeypatch.setattr("spotgrpo.producer.patience.HAND_BACK_S", 0.3)
 
     async def story() -> None:
         bench.commit(0)

@@ -71,6 +71,36 @@ GROUP = wire.Group(
     generated_at=2.25,
     scored_at=3.125,
 )
+
+
+def partial_rollout(seed: int, tokens: int, finish: wire.Finish | None) -> wire.PartialRollout:
+    """A rollout as far as ``tokens`` tokens, the first of an older version."""
+    runs = (
+        wire.VersionRun(PolicyVersion(1, 4), 1),
+        wire.VersionRun(PolicyVersion(2, 5), tokens - 1),
+    )
+    return wire.PartialRollout(
+        seed=seed,
+        token_ids=np.arange(tokens, dtype=np.int32) + 65_536,
+        logprobs=-np.arange(tokens, dtype=np.float32) / 8,
+        versions=tuple(run for run in runs if tokens and run.tokens),
+        finish=finish,
+    )
+
+
+PARTIAL = wire.Partial(
+    run="golden",
+    task_id=TaskId(12, 3),
+    worker="host-1234",
+    prompt_ids=np.array(PROMPT_IDS, dtype=np.int32),
+    sampling=SAMPLING,
+    rollouts=(
+        partial_rollout(0, 3, None),
+        partial_rollout(1, 0, None),
+        partial_rollout(2**63 - 1, 7, "length"),
+    ),
+    saved_at=3.125,
+)
 GROUP_REF = wire.GroupRef(
     "golden", TaskId(12, 3), "golden/groups/00000012.3.abc", "cd" * 32, 123_456_789
 )
@@ -82,6 +112,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] =
     "task": (TASK, wire.encode_task, wire.decode_task),
     "group": (GROUP, wire.encode_group, wire.decode_group),
     "group_ref": (GROUP_REF, wire.encode_group_ref, wire.decode_group_ref),
+    "partial": (PARTIAL, wire.encode_partial, wire.decode_partial),
     "report": (REPORT, wire.encode_report, wire.decode_report),
 }
 

@@ -17,7 +17,16 @@ from spotgrpo.shared import wire
 from spotgrpo.shared.errors import WireError
 from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.packed import DEEPEST, Limits, check_shape
-from tests.tools.wire_samples import GROUP, REPORT, SAMPLES, TASK, golden_path, rollout
+from tests.tools.wire_samples import (
+    GROUP,
+    PARTIAL,
+    REPORT,
+    SAMPLES,
+    TASK,
+    golden_path,
+    partial_rollout,
+    rollout,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +77,7 @@ def test_the_decoder_reads_the_golden_bytes(kind: str) -> None:
 
 
 def test_the_golden_samples_set_every_field() -> None:
-    for value in (TASK, GROUP, REPORT, GROUP.sampling):
+    for value in (TASK, GROUP, PARTIAL, REPORT, GROUP.sampling):
         for part in fields(value):
             if part.name != "kind":
                 found = getattr(value, part.name)
@@ -128,6 +137,22 @@ def rollouts(draw: st.DrawFn) -> wire.Rollout:
     )
 
 
+@st.composite
+def partial_rollouts(draw: st.DrawFn) -> wire.PartialRollout:
+    whole = draw(rollouts())
+    tokens = draw(st.integers(0, len(whole.token_ids)))
+    runs = whole.versions if tokens == len(whole.token_ids) else ()
+    if tokens and not runs:
+        runs = (wire.VersionRun(draw(versions), tokens),)
+    return wire.PartialRollout(
+        seed=draw(st.integers(0, 2**63 - 1)),
+        token_ids=whole.token_ids[:tokens],
+        logprobs=whole.logprobs[:tokens],
+        versions=runs,
+        finish=whole.finish if runs == whole.versions else None,
+    )
+
+
 tasks = st.builds(
     wire.Task,
     run=st.just("r"),
@@ -160,6 +185,20 @@ groups = st.builds(
 )
 
 
+partials = st.builds(
+    wire.Partial,
+    run=st.just("r"),
+    task_id=task_ids,
+    worker=texts,
+    prompt_ids=token_ids.map(lambda ids: np.array(ids, np.int32)),
+    sampling=samplings.map(lambda one: replace(one, max_new_tokens=one.max_new_tokens + 5)).filter(
+        lambda one: one.max_new_tokens <= wire.MAX_TOKENS
+    ),
+    rollouts=st.lists(partial_rollouts(), min_size=1, max_size=3).map(tuple),
+    saved_at=st.floats(0, 1e10),
+)
+
+
 @settings(deadline=None)
 @given(tasks)
 def test_a_task_comes_back_as_it_went(task: wire.Task) -> None:
@@ -170,6 +209,12 @@ def test_a_task_comes_back_as_it_went(task: wire.Task) -> None:
 @given(groups)
 def test_a_group_comes_back_as_it_went(group: wire.Group) -> None:
     assert same(wire.decode_group(wire.encode_group(group)), group)
+
+
+@settings(deadline=None)
+@given(partials)
+def test_a_partial_comes_back_as_it_went(partial: wire.Partial) -> None:
+    assert same(wire.decode_partial(wire.encode_partial(partial)), partial)
 
 
 def test_a_long_group_comes_back_as_it_went() -> None:
@@ -282,8 +327,8 @@ def test_a_schema_out_of_range_is_refused(schema: Any) -> None:
 
 
 def unpacked(value: Any) -> dict[str, Any]:
-    """The payload of a task or group as plain values."""
-    encode = wire.encode_task if isinstance(value, wire.Task) else wire.encode_group
+    """The payload of a message as plain values."""
+    encode = next(encode for sample, encode, _ in SAMPLES.values() if type(sample) is type(value))
     found: dict[str, Any] = msgpack.unpackb(msgpack.unpackb(encode(value))["payload"])
     return found
 
@@ -379,6 +424,48 @@ WRONG_ROLLOUTS: list[tuple[str, Any]] = [
 ]
 
 
+WRONG_PARTIALS: list[tuple[str, Any]] = [
+    ("run", "r" * 65),
+    ("task", "1.1"),
+    ("task", None),
+    ("worker", "w" * 257),
+    ("prompt_ids", int32(-1)),
+    ("prompt_ids", [1, 2]),
+    ("sampling", {}),
+    ("sampling", {**wire.pack_sampling(PARTIAL.sampling), "max_new_tokens": 6}),  # one has 7
+    ("rollouts", []),
+    ("rollouts", [1]),
+    ("rollouts", {}),
+    ("saved_at", float("nan")),
+    ("saved_at", "1"),
+]
+WRONG_PARTIAL_ROLLOUTS: list[tuple[str, Any]] = [
+    ("seed", -1),
+    ("seed", 2**63),
+    ("seed", True),
+    ("token_ids", int32(1, 2)),
+    ("token_ids", int32()),
+    ("token_ids", int32(1, 2, -3)),
+    ("token_ids", {"dtype": "<i8", "data": bytes(24)}),
+    ("logprobs", wire.pack_array(np.array([-1.0, -1.0]), "float32")),
+    ("logprobs", wire.pack_array(np.array([-1.0, -1.0, np.nan]), "float32")),
+    ("logprobs", wire.pack_array(np.array([-1.0, -1.0, -np.inf]), "float32")),
+    ("logprobs", wire.pack_array(np.array([-1.0, -1.0, 0.5]), "float32")),
+    ("logprobs", wire.pack_array(np.array([-1.0, -1.0, -1.0]), "float64")),
+    ("versions", []),
+    ("versions", [{"epoch": 1, "version": 1, "tokens": 2}]),
+    ("versions", [{"epoch": 1, "version": 1, "tokens": 4}]),
+    ("versions", [{"epoch": 0, "version": 1, "tokens": 3}]),
+    ("versions", [{"epoch": 1, "version": -1, "tokens": 3}]),
+    (
+        "versions",
+        [{"epoch": 1, "version": 1, "tokens": 0}, {"epoch": 1, "version": 1, "tokens": 3}],
+    ),
+    ("finish", "abort"),
+    ("finish", 1),
+]
+
+
 def shown(case: object) -> str:
     return repr(case)[:50]
 
@@ -418,6 +505,43 @@ def test_a_rollout_with_a_wrong_field_is_refused(name: str, value: Any) -> None:
 def test_a_group_without_rollouts_is_refused(rollouts: Any) -> None:
     with pytest.raises(WireError):
         wire.decode_group(wire.pack_body("group", {**unpacked(GROUP), "rollouts": rollouts}))
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_PARTIALS, ids=shown)
+def test_a_partial_with_a_wrong_field_is_refused(name: str, value: Any) -> None:
+    body = wire.pack_body("partial", {**unpacked(PARTIAL), name: value})
+    with pytest.raises(WireError):
+        wire.decode_partial(body)
+
+
+@pytest.mark.parametrize("name", unpacked(PARTIAL))
+def test_a_partial_that_lacks_a_field_is_refused(name: str) -> None:
+    payload = unpacked(PARTIAL)
+    del payload[name]
+    with pytest.raises(WireError, match="missing"):
+        wire.decode_partial(wire.pack_body("partial", payload))
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_PARTIAL_ROLLOUTS, ids=shown)
+def test_a_rollout_of_a_partial_with_a_wrong_field_is_refused(name: str, value: Any) -> None:
+    payload = unpacked(PARTIAL)
+    payload["rollouts"][0][name] = value
+    with pytest.raises(WireError):
+        wire.decode_partial(wire.pack_body("partial", payload))
+
+
+@pytest.mark.parametrize("name", unpacked(PARTIAL)["rollouts"][0])
+def test_a_rollout_of_a_partial_that_lacks_a_field_is_refused(name: str) -> None:
+    payload = unpacked(PARTIAL)
+    del payload["rollouts"][0][name]
+    with pytest.raises(WireError, match="missing"):
+        wire.decode_partial(wire.pack_body("partial", payload))
+
+
+def test_a_rollout_that_ended_before_its_first_token_is_refused() -> None:
+    empty = partial_rollout(0, 0, "stop")
+    with pytest.raises(WireError, match="0 tokens"):
+        wire.decode_partial(wire.encode_partial(replace(PARTIAL, rollouts=(empty,))))
 
 
 # ---- hostile msgpack --------------------------------------------------------------------------------------------

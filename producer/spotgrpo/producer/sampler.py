@@ -1,4 +1,7 @@
-"""A task becomes a group: one request a rollout, all on the version that was adopted when the task began."""
+"""A task becomes a group: one request a rollout, all on the version that was adopted when the task was begun here.
+
+Rollouts that a partial brought are carried on from where they stood; then their tokens are of several versions.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,84 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from spotgrpo.producer.engines.base import Engine, GenerationRequest, RequestRefused
+from spotgrpo.producer.engines.base import Chunk, Engine, GenerationRequest, RequestRefused
 from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 from spotgrpo.shared.ids import PolicyVersion
-from spotgrpo.shared.wire import Finish, Rollout, Task, VersionRun
+from spotgrpo.shared.wire import Finish, PartialRollout, Rollout, Task, VersionRun
 
 
 class Aborted(SpotGRPOError):
-    """The engine gave a request up before its end; the task goes back to the queue."""
+    """The engine gave a request up before its end, by itself or because a drain interrupted it."""
+
+
+@dataclass(eq=False)
+class Draft:
+    """A rollout in the making. It holds every token that the engine gave, so that a drain can save it at any moment.
+
+    Attributes:
+        brought: how many of its tokens a partial brought.
+    """
+
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[VersionRun] = field(default_factory=list)
+    finish: Finish | None = None
+    brought: int = 0
+
+    @classmethod
+    def of(cls, partial: PartialRollout) -> Draft:
+        """The draft that ``partial`` was made of."""
+        return cls(
+            seed=partial.seed,
+            token_ids=partial.token_ids.tolist(),
+            logprobs=partial.logprobs.tolist(),
+            versions=list(partial.versions),
+            finish=partial.finish,
+            brought=len(partial.token_ids),
+        )
+
+    def add(self, chunk: Chunk, version: PolicyVersion) -> None:
+        """Take in tokens that ``version`` sampled."""
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        tokens = len(chunk.token_ids)
+        if self.versions and self.versions[-1].version == version:
+            tokens += self.versions.pop().tokens
+        if tokens:
+            self.versions.append(VersionRun(version, tokens))
+
+    def partial(self) -> PartialRollout:
+        """As it stands, to be carried on elsewhere."""
+        return PartialRollout(
+            seed=self.seed,
+            token_ids=np.asarray(self.token_ids, dtype=np.int32),
+            logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            versions=tuple(self.versions),
+            finish=self.finish,
+        )
+
+    def rollout(self, finish: Finish) -> Rollout:
+        """The whole completion, not scored yet."""
+        return Rollout(
+            token_ids=np.asarray(self.token_ids, dtype=np.int32),
+            logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            loss_mask=np.ones(len(self.token_ids), dtype=np.bool_),
+            versions=tuple(self.versions),
+            reward=None,
+            reward_parts={},
+            finish=finish,
+        )
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The unscored rollouts of a task, and when (Unix seconds) they were begun and done."""
+    """The unscored rollouts of a task, and when (Unix seconds) they were begun here and done."""
 
     rollouts: tuple[Rollout, ...]
     started_at: float
@@ -40,65 +103,79 @@ class Sampler:
     def __init__(self, engine: Engine, on_tokens: Callable[[int], None]) -> None:
         self._engine, self._on_tokens = engine, on_tokens
         self._numbers = itertools.count()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.interrupted = False
 
-    async def sample(self, task: Task, version: PolicyVersion) -> Sampled:
-        """All rollouts of ``task`` under ``version``. Cancelling it aborts its requests.
+    async def sample(self, task: Task, version: PolicyVersion, drafts: Sequence[Draft]) -> Sampled:
+        """Bring all ``drafts`` of ``task`` to their end under ``version``. Cancelling it aborts its requests.
 
         Raises:
-            Aborted: the engine ended a request early.
+            Aborted: the engine ended a request early, or :meth:`interrupt` did.
             RequestRefused: the engine cannot do this task, and is well.
         """
         started = time.time()
         try:
             async with asyncio.TaskGroup() as group:
-                running = [
-                    group.create_task(self._rollout(task, version, seed)) for seed in task.seeds
-                ]
+                for draft in drafts:
+                    if draft.finish is None:
+                        self._begin(group, task, version, draft)
         except ExceptionGroup as errors:
             # ConfigError: the prompt does not fit, which a request may say by that name too.
             refused, others = errors.split((RequestRefused, ConfigError))
             if refused is None or others is not None:
                 raise
             raise RequestRefused(f"{refused.exceptions[0]}") from errors
-        return Sampled(tuple(one.result() for one in running), started, time.time())
+        rollouts = [draft.rollout(draft.finish) for draft in drafts if draft.finish is not None]
+        if len(rollouts) < len(drafts):
+            raise Aborted(f"task {task.task_id} was interrupted")
+        return Sampled(tuple(rollouts), started, time.time())
 
-    async def _rollout(self, task: Task, version: PolicyVersion, seed: int) -> Rollout:
+    async def interrupt(self, within_s: float) -> None:
+        """End every request where it stands, and begin none any more.
+
+        Returns once all tokens that were sampled are in their drafts: a request is left to end by itself with
+        ``abort``, since its last tokens may still be on their way. An engine that is stuck gets ``within_s``.
+        """
+        self.interrupted = True
+        for request_id in list(self._running):
+            with contextlib.suppress(SpotGRPOError):  # an engine that died samples nothing more
+                await self._engine.abort(request_id)
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=within_s)
+
+    def _begin(
+        self, group: asyncio.TaskGroup, task: Task, version: PolicyVersion, draft: Draft
+    ) -> None:
+        if self.interrupted:
+            return
         request = GenerationRequest(
             request_id=f"{task.task_id}.{next(self._numbers)}",
             prompt_ids=task.prompt_ids,
+            prefix_ids=tuple(draft.token_ids),
             sampling=task.sampling,
-            seed=seed,
+            seed=draft.seed,
             version=version,
         )
-        token_ids: list[int] = []
-        logprobs: list[float] = []
+        running = group.create_task(self._carry_on(request, draft))
+        self._running[request.request_id] = running
+        running.add_done_callback(lambda _: self._running.pop(request.request_id, None))
+
+    async def _carry_on(self, request: GenerationRequest, draft: Draft) -> None:
         finish: str | None = None
+        if self.interrupted:  # before the engine knew of this request
+            return
         try:
             async for chunk in self._engine.submit(request):
-                token_ids += chunk.token_ids
-                logprobs += chunk.logprobs
+                draft.add(chunk, request.version)
                 finish = chunk.finish
                 self._on_tokens(len(chunk.token_ids))
         except asyncio.CancelledError:
             with contextlib.suppress(SpotGRPOError):
                 await asyncio.shield(self._engine.abort(request.request_id))
             raise
-        if finish not in ("stop", "length") or not token_ids:
+        if finish in ("stop", "length") and draft.token_ids:
+            draft.finish = "stop" if finish == "stop" else "length"
+        elif not self.interrupted:
             raise Aborted(
-                f"request {request.request_id} ended with {finish} after {len(token_ids)} tokens"
+                f"request {request.request_id} ended with {finish} after {len(draft.token_ids)} tokens"
             )
-        return _unscored(token_ids, logprobs, version, "stop" if finish == "stop" else "length")
-
-
-def _unscored(
-    token_ids: list[int], logprobs: list[float], version: PolicyVersion, finish: Finish
-) -> Rollout:
-    return Rollout(
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        logprobs=np.asarray(logprobs, dtype=np.float32),
-        loss_mask=np.ones(len(token_ids), dtype=np.bool_),
-        versions=(VersionRun(version, len(token_ids)),),
-        reward=None,
-        reward_parts={},
-        finish=finish,
-    )

@@ -4,7 +4,7 @@ consumes:     the tasks queue, at most what fits into the engine
 waits for:    a version that is new enough, then room in the engine
 unblocked by: a finished group, an adoption
 produces:     one group a task on the rollouts queue; a task is acked only after its group was confirmed
-on stop:      takes nothing more, finishes what it can in ``drain_s``, hands the rest back while the broker answers
+on stop:      takes nothing more, finishes what it can in ``drain_s``, stores the rest as partials and hands it back
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -24,9 +24,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from spotgrpo.producer.engines.base import Engine, RequestRefused
+from spotgrpo.producer.partials import Partials, comes_again, marked_again
+from spotgrpo.producer.patience import Patience
 from spotgrpo.producer.policy import Adopted, PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
-from spotgrpo.producer.sampler import Sampled, Sampler
+from spotgrpo.producer.sampler import Aborted, Draft, Sampled, Sampler
 from spotgrpo.shared.config import WorkerConfig
 from spotgrpo.shared.errors import SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, Queues, TaskId
@@ -59,8 +61,10 @@ from spotgrpo.shared.wire import (
 log = logging.getLogger(__name__)
 
 TAKE_S = 0.5
-HAND_BACK_S = 5.0
-"""What a drain may take beyond ``drain_s``; the broker requeues by itself whatever is still unacked then."""
+LOOK_S = 0.5
+"""How often a drain looks whether it was given less time meanwhile."""
+ABORT_SHARE, STORE_SHARE = 0.3, 0.7
+"""Of the time for handing back: when the engine must have stopped, and the partials be stored, at the latest."""
 CLOSE_S = 5.0
 UNANSWERED_CLOSE_S = 0.5
 """For the last confirms and acks, and where the broker did not even answer the drain."""
@@ -100,10 +104,22 @@ class Job:
     Attributes:
         handles: of all its deliveries. A copy on a living channel is unsettled like the first; those of a channel
             that is gone name nothing, and the consumer drops them.
+        is_again: another worker may have begun it.
+        drafts: its rollouts, from when sampling began.
+        work: what brings it from version to ack.
     """
 
+    task: Task
     message: Message
     handles: list[Handle]
+    is_again: bool
+    drafts: list[Draft] = field(default_factory=list)
+    work: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """End what works on it; its drafts stay."""
+        if self.work is not None:
+            self.work.cancel()
 
 
 class Room:
@@ -149,10 +165,12 @@ class Worker:
         self._keys, self._queues = Keys(wiring.document.run), Queues(wiring.document.run)
         self._room = Room(wiring.config.max_inflight)
         self._jobs: dict[TaskId, Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sampler = Sampler(wiring.engine, self._count)
-        self._tokens = self._groups = self._recent_tokens = 0
+        self._partials = Partials(
+            wiring.store, self._keys, wiring.worker_id, wiring.document.max_staleness
+        )
+        self._tokens = self._groups = self._recent_tokens = self._handed_back = 0
         self._last_token = time.monotonic()
         self._submitted = 0
         self._state = "waiting for a version"
@@ -182,15 +200,14 @@ class Worker:
             if self._failure.done():
                 self._failure.result()
             log.info("the run is finished: leaving" if finished.done() else "stopping")
-            patience_s = 0.0 if finished.done() else self._w.config.drain_s
-            if not await self._drain(consumer, publisher, patience_s):
+            drain_s = 0.0 if finished.done() else self._w.config.drain_s
+            if not await self._drain(consumer, publisher, Patience(drain_s, self._w.stopping)):
                 close_s = UNANSWERED_CLOSE_S
         finally:
-            for task in (*background, intake, stopped, finished, *self._tasks):
+            left = (*background, intake, stopped, finished, *self._works())
+            for task in left:
                 task.cancel()
-            await asyncio.gather(
-                *background, intake, stopped, finished, *self._tasks, return_exceptions=True
-            )
+            await asyncio.gather(*left, return_exceptions=True)
             await self._close(close_s, wakeups, consumer, publisher)
 
     @property
@@ -219,10 +236,12 @@ class Worker:
         if job is not None:  # a copy, or the channel was lost meanwhile
             job.handles.append(delivery.handle)
             return
-        self._jobs[task.task_id] = job = Job(delivery.message, [delivery.handle])
-        running = self._spawn(self._work(task, job, consumer, publisher))
-        self._tasks.add(running)
-        running.add_done_callback(self._tasks.discard)
+        job = Job(task, delivery.message, [delivery.handle], comes_again(delivery))
+        self._jobs[task.task_id] = job
+        job.work = self._spawn(self._work(job, consumer, publisher))
+
+    def _works(self) -> list[asyncio.Task[None]]:
+        return [job.work for job in self._jobs.values() if job.work is not None]
 
     def _check(self, task: Task) -> None:
         """Raise WireError for a task that no worker could do; it must not wander from one to the next."""
@@ -234,10 +253,15 @@ class Worker:
                 f"{len(task.prompt_ids)} prompt tokens do not fit a context of {document.max_context}"
             )
 
-    async def _work(self, task: Task, job: Job, consumer: Consumer, publisher: Publisher) -> None:
-        """One task from version to ack. Cancelling it leaves the job in ``_jobs``, for the drain to hand back."""
+    async def _work(self, job: Job, consumer: Consumer, publisher: Publisher) -> None:
+        """One task from version to ack. A drain that ends it finds the job in ``_jobs``, to be handed back."""
+        task = job.task
         try:
-            adopted, sampled = await self._sample(task)
+            adopted, sampled = await self._sample(job)
+        except Aborted:
+            if not self._sampler.interrupted:
+                raise
+            return
         except RequestRefused as exc:
             log.error("task %s is dead-lettered: %s", task.task_id, exc)
             for handle in job.handles:
@@ -252,8 +276,10 @@ class Worker:
         self._jobs.pop(task.task_id, None)
         self._groups += 1
 
-    async def _sample(self, task: Task) -> tuple[Adopted, Sampled]:
+    async def _sample(self, job: Job) -> tuple[Adopted, Sampled]:
         """The version first: a task that waits for one must not hold room. What is served may change meanwhile."""
+        task = job.task
+        found = await self._partials.find(task) if job.is_again else ()
         while True:
             if self._version_for(task) is None:
                 await self._w.policy.at_least(task.min_version)
@@ -262,8 +288,9 @@ class Worker:
                 if adopted is None:
                     continue
                 self._state = "generating"
+                job.drafts = self._partials.begin(task, found, adopted.version)
                 with self._w.policy.using(adopted) as version, self._submitting(task.group_size):
-                    return adopted, await self._sampler.sample(task, version)
+                    return adopted, await self._sampler.sample(task, version, job.drafts)
 
     def _version_for(self, task: Task) -> Adopted | None:
         """The version that a task would be sampled on now; None where it has to wait."""
@@ -335,45 +362,92 @@ class Worker:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    async def _drain(self, consumer: Consumer, publisher: Publisher, patience_s: float) -> bool:
-        """Take nothing more; finish what fits into ``patience_s``; hand the rest back so that nothing counts as failed.
+    async def _drain(self, consumer: Consumer, publisher: Publisher, patience: Patience) -> bool:
+        """Take nothing more, finish what fits into ``patience``, store the rest and hand it back.
 
-        A task is published again before its delivery is acked: a copy at worst, never a loss, and no delivery that
-        the broker would count against it. False where the broker did not answer in time.
+        What was not begun goes back at once, while the rest is finished. False where the broker did not answer
+        in time: it requeues by itself whatever is unacked when the connection closes.
         """
         consumer.cancel()
         self._state = "draining"
-        left: list[tuple[Message, Sequence[Handle]]] = []
-        handed_back, answered = 0, True
+        untouched = [job for job in self._jobs.values() if not job.drafts]
+        for job in untouched:  # now, or room that comes free would let one begin
+            job.stop()
+        early = asyncio.gather(
+            self._return_untaken(consumer, publisher),
+            *(self._return(job, consumer, publisher, 0.0) for job in untouched),
+        )
         try:
-            async with asyncio.timeout(patience_s + HAND_BACK_S):
-                await self._finish(patience_s)
-                left += [(job.message, job.handles) for job in self._jobs.values()]
-                while (delivery := await asyncio.to_thread(consumer.take, 0)) is not None:
-                    left.append((delivery.message, [delivery.handle]))
-                for message, handles in left:
-                    await self._confirmed(publisher, self._queues.tasks, message)
-                    reached(Step.WORKER_HANDED_BACK)
-                    consumer.ack(handles)
-                    handed_back += 1
+            await self._let_finish(patience)
+            hand_back_s = patience.hand_back_s
+            async with asyncio.timeout(hand_back_s):
+                await self._return_all(consumer, publisher, hand_back_s)
+                await early
         except (TimeoutError, SpotGRPOError) as exc:
-            answered = False
             log.warning(
                 "could not hand %d unfinished tasks back (%s): the broker requeues them",
-                len(left or self._jobs) - handed_back,
+                len(self._jobs),
                 str(exc) or "no answer in time",
             )
-        if handed_back:
-            log.info("handed %d unfinished tasks back", handed_back)
-        return answered
+            return False
+        finally:
+            early.cancel()
+            await asyncio.gather(early, return_exceptions=True)
+            self._say_what_was_left()
+        return True
 
-    async def _finish(self, patience_s: float) -> None:
-        """Let running tasks end within ``patience_s``; cancel the rest."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=patience_s)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def _let_finish(self, patience: Patience) -> None:
+        """Wait until what was begun is done or patience ends, which may be sooner than it seemed."""
+        while running := [job.work for job in self._jobs.values() if job.work and job.drafts]:
+            finish_s = patience.finish_s
+            if not finish_s:
+                return
+            await asyncio.wait(running, timeout=min(finish_s, LOOK_S))
+
+    async def _return_all(self, consumer: Consumer, publisher: Publisher, within_s: float) -> None:
+        """Stop the engine so that no token is lost, then store and hand back what is left, all at a time."""
+        began = time.monotonic()
+        await self._sampler.interrupt(ABORT_SHARE * within_s)
+        store_s = STORE_SHARE * within_s - (time.monotonic() - began)
+        begun = [job for job in self._jobs.values() if job.drafts]
+        await asyncio.gather(*(self._return(job, consumer, publisher, store_s) for job in begun))
+
+    async def _return(
+        self, job: Job, consumer: Consumer, publisher: Publisher, store_s: float
+    ) -> None:
+        """Store what there is of a task (rule 9), publish it again, and only then ack it.
+
+        A copy at worst, never a loss, and no delivery that the broker would count against the task.
+        """
+        job.stop()
+        if job.work is not None:
+            await asyncio.wait({job.work})
+        if job.task.task_id not in self._jobs:  # it was done just now
+            return
+        if await self._partials.save(job.task, job.drafts, store_s):
+            reached(Step.WORKER_PARTIAL_STORED)
+        await self._hand_back(job.message, job.handles, consumer, publisher)
+        del self._jobs[job.task.task_id]
+
+    async def _return_untaken(self, consumer: Consumer, publisher: Publisher) -> None:
+        while (delivery := await asyncio.to_thread(consumer.take, 0)) is not None:
+            await self._hand_back(delivery.message, [delivery.handle], consumer, publisher)
+
+    async def _hand_back(
+        self, message: Message, handles: list[Handle], consumer: Consumer, publisher: Publisher
+    ) -> None:
+        await self._confirmed(publisher, self._queues.tasks, marked_again(message))
+        reached(Step.WORKER_HANDED_BACK)
+        consumer.ack(handles)
+        self._handed_back += 1
+
+    def _say_what_was_left(self) -> None:
+        if self._handed_back:
+            log.info(
+                "handed %d unfinished tasks back, %d with a partial",
+                self._handed_back,
+                self._partials.counts.saved,
+            )
 
     async def _close(self, timeout_s: float, *ports: Consumer | Publisher | None) -> None:
         for port in ports:
@@ -460,6 +534,10 @@ class Worker:
             "tasks": len(self._jobs),
             "groups": self._groups,
             "tokens": self._tokens,
+            "partials_saved": self._partials.counts.saved,
+            "partials_resumed": self._partials.counts.resumed,
+            "partials_stale": self._partials.counts.stale,
+            "tokens_resumed": self._partials.counts.tokens_resumed,
             "adopted": self._w.policy.counts.adopted,
             "refused": self._w.policy.counts.refused,
             "probes": dict(self._w.policy.counts.probes),

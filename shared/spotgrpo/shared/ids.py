@@ -109,8 +109,27 @@ class Keys:
     def ledger(self, sequence: int, epoch: int) -> str:
         return f"{self.ledgers}{sequence:08d}.e{epoch:04d}.msgpack"
 
+    @property
+    def groups(self) -> str:
+        return f"{self.run}/groups/"
+
     def group(self, task: TaskId, sha256: str) -> str:
-        return f"{self.run}/groups/{task}.{sha256}"
+        return f"{self.groups}{task}.{sha256}"
+
+    @property
+    def partials(self) -> str:
+        return f"{self.run}/partials/"
+
+    def partials_of(self, task: TaskId) -> str:
+        """What the keys of all partials of ``task`` begin with, and no other's."""
+        return f"{self.partials}{task}."
+
+    def partial(self, task: TaskId, worker: str, number: int) -> str:
+        return f"{self.partials_of(task)}{worker}.{number}"
+
+    def task_of(self, key: str) -> TaskId:
+        """The task that an object under ``groups`` or ``partials`` belongs to, or WireError."""
+        return TaskId.parse(".".join(key.rpartition("/")[2].split(".")[:2]))
 
     @property
     def dead_letters(self) -> str:

@@ -158,6 +158,45 @@ class Group:
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
 
+@dataclass(frozen=True, eq=False)
+class PartialRollout:
+    """A completion as far as it got; see :class:`Rollout`.
+
+    Attributes:
+        seed: of the rollout; with the number of tokens it fixes how the completion goes on.
+        finish: None while it is unfinished.
+    """
+
+    seed: int
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: tuple[VersionRun, ...]
+    finish: Finish | None
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """A group as far as a drained worker got with it: what the next one needs to carry it on from there.
+
+    Attributes:
+        rollouts: one for each seed of the task, in its order; some may have no token yet.
+        saved_at: Unix seconds.
+    """
+
+    run: str
+    task_id: TaskId
+    worker: str
+    prompt_ids: Int32Array
+    sampling: Sampling
+    rollouts: tuple[PartialRollout, ...]
+    saved_at: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens in all."""
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+
 @dataclass(frozen=True)
 class GroupRef:
     """A group too big for a message: where its encoded body lies in the bucket."""
@@ -299,6 +338,9 @@ class Fields:
                 f"{self._where}.{name} = {value[:40]!r} is none of {', '.join(allowed)}"
             )
         return value
+
+    def choice_or_none(self, name: str, *allowed: str) -> str | None:
+        return self.choice(name, *allowed) if self._get(name, str, type(None)) is not None else None
 
     def raw(self, name: str) -> bytes:
         return cast(bytes, self._get(name, bytes))
@@ -467,29 +509,37 @@ def _pack_rollout(rollout: Rollout) -> dict[str, Any]:
         "token_ids": pack_array(rollout.token_ids, "int32"),
         "logprobs": pack_array(rollout.logprobs, "float32"),
         "loss_mask": pack_array(rollout.loss_mask, "uint8"),
-        "versions": [
-            {"epoch": run.version.epoch, "version": run.version.number, "tokens": run.tokens}
-            for run in rollout.versions
-        ],
+        "versions": _pack_version_runs(rollout.versions),
         "reward": rollout.reward,
         "reward_parts": dict(rollout.reward_parts),
         "finish": rollout.finish,
     }
 
 
-def _read_rollout(fields: Fields) -> Rollout:
+def _pack_version_runs(versions: tuple[VersionRun, ...]) -> list[dict[str, int]]:
+    return [
+        {"epoch": run.version.epoch, "version": run.version.number, "tokens": run.tokens}
+        for run in versions
+    ]
+
+
+def _read_tokens(fields: Fields) -> tuple[Int32Array, Float32Array, tuple[VersionRun, ...]]:
+    """Token ids, behaviour logprobs and version runs of a rollout, as many of each."""
     token_ids = _token_ids(fields, "token_ids")
     logprobs = fields.array("logprobs", "float32")
-    mask = fields.array("loss_mask", "uint8")
     versions = tuple(_read_version_run(run) for run in fields.each("versions", longest=4096))
-    if not len(token_ids) or not len(token_ids) == len(logprobs) == len(mask) == sum(
-        run.tokens for run in versions
-    ):
-        raise WireError(
-            "token_ids, logprobs, loss_mask and versions of a rollout differ in length, or are empty"
-        )
-    if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
+    if not len(token_ids) == len(logprobs) == sum(run.tokens for run in versions):
+        raise WireError("token_ids, logprobs and versions of a rollout differ in length")
+    if not np.isfinite(logprobs).all() or float(logprobs.max(initial=0.0)) > 1e-3:
         raise WireError("logprobs of a rollout are not finite numbers up to 0")
+    return token_ids, logprobs, versions
+
+
+def _read_rollout(fields: Fields) -> Rollout:
+    token_ids, logprobs, versions = _read_tokens(fields)
+    mask = fields.array("loss_mask", "uint8")
+    if not len(token_ids) or len(mask) != len(token_ids):
+        raise WireError("loss_mask of a rollout is not as long as its tokens, or it has none")
     if int(mask.max()) > 1:
         raise WireError("loss_mask of a rollout holds more than 0 and 1")
     parts = fields.fields("reward_parts")
@@ -579,6 +629,65 @@ def decode_group_ref(body: bytes) -> GroupRef:
         key=fields.text("key", longest=512),
         sha256=fields.digest("sha256"),
         size=fields.integer("size", low=1, high=MAX_OBJECT_BYTES),
+    )
+
+
+# ---- partials -------------------------------------------------------------------------------------------------
+
+
+def encode_partial(partial: Partial) -> bytes:
+    """``partial`` as the body of a ``partials/`` object."""
+    payload: dict[str, Any] = {
+        "run": partial.run,
+        "task": str(partial.task_id),
+        "worker": partial.worker,
+        "prompt_ids": pack_array(partial.prompt_ids, "int32"),
+        "sampling": pack_sampling(partial.sampling),
+        "rollouts": [_pack_partial_rollout(rollout) for rollout in partial.rollouts],
+        "saved_at": partial.saved_at,
+    }
+    return pack_body("partial", payload)
+
+
+def _pack_partial_rollout(rollout: PartialRollout) -> dict[str, Any]:
+    return {
+        "seed": rollout.seed,
+        "token_ids": pack_array(rollout.token_ids, "int32"),
+        "logprobs": pack_array(rollout.logprobs, "float32"),
+        "versions": _pack_version_runs(rollout.versions),
+        "finish": rollout.finish,
+    }
+
+
+def decode_partial(body: bytes) -> Partial:
+    """The partial in the body of a ``partials/`` object, or WireError."""
+    fields = unpack_body(body, "partial")
+    sampling = read_sampling(fields.fields("sampling"))
+    rollouts = fields.each("rollouts", MAX_GROUP_SIZE)
+    if not rollouts:
+        raise WireError("a partial without rollouts")
+    return Partial(
+        run=fields.text("run", longest=64),
+        task_id=TaskId.parse(fields.text("task", longest=32)),
+        worker=fields.text("worker", longest=256),
+        prompt_ids=_token_ids(fields, "prompt_ids"),
+        sampling=sampling,
+        rollouts=tuple(_read_partial_rollout(rollout, sampling) for rollout in rollouts),
+        saved_at=fields.number("saved_at"),
+    )
+
+
+def _read_partial_rollout(fields: Fields, sampling: Sampling) -> PartialRollout:
+    token_ids, logprobs, versions = _read_tokens(fields)
+    finish = fields.choice_or_none("finish", "stop", "length")
+    if len(token_ids) > sampling.max_new_tokens or (finish and not len(token_ids)):
+        raise WireError(f"a rollout with {len(token_ids)} tokens cannot be as its partial says")
+    return PartialRollout(
+        seed=fields.integer("seed"),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        finish=cast("Finish | None", finish),
     )
 
 

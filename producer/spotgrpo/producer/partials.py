@@ -1,0 +1,225 @@
+"""Partials: what a drained worker leaves of groups that it could not finish, and the next carries on from.
+
+They lie in the bucket, one object a drain and task, and are looked for only where a task comes a second time. The
+bucket may fail here as it likes: a partial that cannot be stored or read costs its tokens, never the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+
+from spotgrpo.producer.sampler import Draft
+from spotgrpo.shared.errors import ConfigError, NotStored, SpotGRPOError, WireError
+from spotgrpo.shared.ids import Keys, PolicyVersion
+from spotgrpo.shared.ports import Delivery, Message, ObjectStore
+from spotgrpo.shared.retry import retry
+from spotgrpo.shared.wire import MAX_OBJECT_BYTES, Partial, Task, decode_partial, encode_partial
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+AGAIN: Final = "again"
+"""Message header of a task that was in a worker's hands before, or may have been: a partial of it may exist."""
+FIND_S: Final = 15.0
+"""How long a bucket that does not answer keeps a task from being begun afresh."""
+MOST_READ: Final = 16
+"""Newest partials of a task that are looked at."""
+AT_ONCE: Final = 4
+"""Objects that travel at a time."""
+
+
+def comes_again(delivery: Delivery) -> bool:
+    """Whether another worker may have begun this task."""
+    return delivery.redelivered or bool(delivery.message.headers.get(AGAIN))
+
+
+def marked_again(message: Message) -> Message:
+    """``message`` as a drain publishes it anew, without what the broker noted on the way here."""
+    headers: Mapping[str, str | int] = {
+        name: value for name, value in message.headers.items() if not name.startswith("x-")
+    }
+    return Message(message.body, message.message_id, {**headers, AGAIN: 1})
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------
+
+
+def belongs_to(partial: Partial, task: Task) -> bool:
+    """Whether ``partial`` is unfinished work of exactly this task."""
+    return (
+        partial.run == task.run
+        and partial.task_id == task.task_id
+        and partial.sampling == task.sampling
+        and np.array_equal(partial.prompt_ids, task.prompt_ids)
+        and tuple(rollout.seed for rollout in partial.rollouts) == task.seeds
+    )
+
+
+def can_be_trained(
+    partial: Partial, task: Task, version: PolicyVersion, max_staleness: int
+) -> bool:
+    """Whether a group that is carried on from ``partial`` under ``version`` can still be trained.
+
+    A token of a newer number or epoch than ``version`` is of a version that a takeover gave up. What it grew from is
+    not known here, so it counts as too old.
+    """
+    found = {run.version for rollout in partial.rollouts for run in rollout.versions}
+    if not found:
+        return False
+    if task.pinned is not None and found | {version} != {task.pinned}:
+        return False
+    if any(one.number > version.number or one.epoch > version.epoch for one in found):
+        return False
+    oldest = min(one.number for one in found)
+    return oldest >= max(task.min_version, version.number - max_staleness)
+
+
+def choose(
+    found: Iterable[Partial], task: Task, version: PolicyVersion, max_staleness: int
+) -> Partial | None:
+    """The partial that spares the most tokens, or None where none can be carried on under ``version``."""
+    usable = [one for one in found if can_be_trained(one, task, version, max_staleness)]
+    return max(usable, key=lambda one: one.tokens, default=None)
+
+
+# ---- the bucket -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PartialCounts:
+    """For the worker's report. ``stale`` counts tasks that were begun afresh though there was a partial."""
+
+    saved: int = 0
+    resumed: int = 0
+    stale: int = 0
+    tokens_resumed: int = 0
+
+
+class Partials:
+    """A worker's dealings with ``partials/``. Lives in the worker's event loop."""
+
+    def __init__(self, store: ObjectStore, keys: Keys, worker_id: str, max_staleness: int) -> None:
+        self._store, self._keys, self._worker_id = store, keys, worker_id
+        self._max_staleness = max_staleness
+        self._numbers = itertools.count(1)
+        self._turn = asyncio.Semaphore(AT_ONCE)
+        self._is_refused = False
+        self.counts = PartialCounts()
+
+    async def find(self, task: Task) -> Sequence[Partial]:
+        """Partials of ``task``; what cannot be read, or is another task's, is passed over."""
+        try:
+            async with asyncio.timeout(2 * FIND_S), self._turn:
+                found = await _in_thread(lambda: self._read_all(task))
+        except (TimeoutError, SpotGRPOError) as exc:
+            log.warning(
+                "cannot look for partials of task %s, it begins afresh: %s",
+                task.task_id,
+                str(exc) or "the bucket does not answer",
+            )
+            return ()
+        return [partial for partial in found if partial.tokens]
+
+    def begin(self, task: Task, found: Sequence[Partial], version: PolicyVersion) -> list[Draft]:
+        """The drafts to sample from under ``version``: carried on where that can be trained, else empty ones."""
+        best = choose(found, task, version, self._max_staleness)
+        if best is None:
+            if found:
+                self.counts.stale += 1
+                log.info("task %s begins afresh: its partial is too stale", task.task_id)
+            return [Draft(seed) for seed in task.seeds]
+        self.counts.resumed += 1
+        self.counts.tokens_resumed += best.tokens
+        log.info("task %s goes on after %d tokens", task.task_id, best.tokens)
+        return [Draft.of(rollout) for rollout in best.rollouts]
+
+    async def save(self, task: Task, drafts: Sequence[Draft], within_s: float) -> bool:
+        """Store ``drafts`` for the next worker; False where there is nothing new in them, or it cannot be done."""
+        if self._is_refused or not any(len(draft.token_ids) > draft.brought for draft in drafts):
+            return False
+        key = self._keys.partial(task.task_id, self._worker_id, next(self._numbers))
+        give_up_at = time.monotonic() + within_s
+        try:
+            body = encode_partial(self._partial(task, drafts))
+            async with asyncio.timeout(within_s), self._turn:
+                await _in_thread(lambda: self._create(key, body, give_up_at))
+        except ConfigError as exc:
+            if not self._is_refused:
+                log.error("partials cannot be stored: %s", exc)
+            self._is_refused = True
+            return False
+        except (TimeoutError, SpotGRPOError) as exc:
+            log.warning(
+                "a partial of task %s is lost: %s",
+                task.task_id,
+                str(exc) or "the bucket did not take it in time",
+            )
+            return False
+        self.counts.saved += 1
+        return True
+
+    def _partial(self, task: Task, drafts: Sequence[Draft]) -> Partial:
+        return Partial(
+            run=task.run,
+            task_id=task.task_id,
+            worker=self._worker_id,
+            prompt_ids=np.asarray(task.prompt_ids, dtype=np.int32),
+            sampling=task.sampling,
+            rollouts=tuple(draft.partial() for draft in drafts),
+            saved_at=time.time(),
+        )
+
+    # ---- in threads ----------------------------------------------------------------------------------------------
+
+    def _create(self, key: str, body: bytes, give_up_at: float) -> None:
+        """The same bytes each time, so that one whose answer was lost may be stored already."""
+        left_s = max(0.0, give_up_at - time.monotonic())
+        retry(f"storing {key}", lambda: self._store.create(key, body), deadline_s=left_s)
+
+    def _read_all(self, task: Task) -> list[Partial]:
+        prefix = self._keys.partials_of(task.task_id)
+        listed = retry(
+            f"listing {prefix}", lambda: list(self._store.list(prefix)), deadline_s=FIND_S
+        )
+        newest = sorted(listed, key=lambda info: info.modified, reverse=True)[:MOST_READ]
+        found = [self._read(info.key, task) for info in newest if info.size <= MAX_OBJECT_BYTES]
+        return [partial for partial in found if partial is not None]
+
+    def _read(self, key: str, task: Task) -> Partial | None:
+        try:
+            stored = retry(f"reading {key}", lambda: self._store.get(key), deadline_s=FIND_S)
+            partial = decode_partial(stored.body)
+        except NotStored:  # the learner has settled the task meanwhile
+            return None
+        except WireError as exc:
+            log.error("partial %s cannot be read: %s", key, exc)
+            return None
+        if not belongs_to(partial, task):
+            log.error("partial %s does not belong to task %s as it is asked now", key, task.task_id)
+            return None
+        return partial
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """``call()`` in a thread that neither the loop nor the process waits for: a bucket may never answer."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as exc:  # noqa: BLE001 - handed to who waits; a thread has nobody above it
+            future.set_exception(exc)
+
+    threading.Thread(target=work, name="partial", daemon=True).start()
+    return await asyncio.wrap_future(future)
