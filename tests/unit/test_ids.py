@@ -158,3 +158,22 @@ def test_every_queue_carries_the_run_and_a_name_of_its_own() -> None:
         getattr(Queues("r2"), what)
         for what in ("tasks", "rollouts", "leader", "dead", "versions", "telemetry")
     )
+
+
+@given(task_ids, st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"])))
+def test_an_object_of_a_task_says_whose_it_is(task: TaskId, worker: str) -> None:
+    keys = Keys("r")
+    assert keys.task_of(keys.partial(task, worker, 3)) == task
+    assert keys.task_of(keys.group(task, "0" * 64)) == task
+    assert keys.partial(task, worker, 3).startswith(keys.partials_of(task))
+
+
+def test_the_partials_of_an_attempt_are_not_those_of_another() -> None:
+    keys = Keys("r")
+    assert not keys.partial(TaskId(7, 11), "w", 1).startswith(keys.partials_of(TaskId(7, 1)))
+
+
+@pytest.mark.parametrize("name", ["", "junk", "00000007", "00000007.0.w.1", "7.1.w.1", ".1.w"])
+def test_an_object_of_no_task_is_a_wire_error(name: str) -> None:
+    with pytest.raises(WireError):
+        Keys("r").task_of(f"r/partials/{name}")

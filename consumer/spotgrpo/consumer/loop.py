@@ -103,7 +103,7 @@ class AfterCommit:
         reached(Step.LEARNER_ISSUED)
         self.requeues.landed()
         bodies = [receipt.object_key for receipt in landed.acks if receipt.object_key]
-        self.retention.apply(latest, bodies)
+        self.retention.apply(latest, bodies, self.settlement.committed)
 
 
 @dataclass

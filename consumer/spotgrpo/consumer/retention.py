@@ -1,16 +1,25 @@
-"""What the bucket keeps: the newest versions of the lineage, every n-th for good, all ledgers, the newest state."""
+"""What the bucket keeps: the newest versions of the lineage, every n-th for good, all ledgers, the newest state.
+
+And, of what workers store there (groups too big for a message, partials), that of tasks that are outstanding.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
+from spotgrpo.consumer.ledger import Ledger
 from spotgrpo.shared.errors import SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.manifest import Latest
-from spotgrpo.shared.ports import ObjectStore
+from spotgrpo.shared.ports import ObjectInfo, ObjectStore
 
 log = logging.getLogger(__name__)
+
+UNKNOWN_S: Final = 86_400.0
+"""How long an object stays that workers stored for no task of this ledger."""
 
 
 class Retention:
@@ -19,19 +28,30 @@ class Retention:
     Args:
         keep: versions to keep, counted back from the newest.
         every: keep every n-th version for good; None none.
+        clock: Unix seconds.
     """
 
-    def __init__(self, store: ObjectStore, keys: Keys, *, keep: int, every: int | None) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: Keys,
+        *,
+        keep: int,
+        every: int | None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._store, self._keys, self._keep, self._every = store, keys, keep, every
+        self._clock = clock
         self._complained = False
 
-    def apply(self, latest: Latest, superfluous: Sequence[str]) -> None:
-        """Called once ``latest`` is in the bucket, with keys of bodies that it made superfluous."""
+    def apply(self, latest: Latest, superfluous: Sequence[str], ledger: Ledger) -> None:
+        """Called once ``latest`` and ``ledger`` are committed, with keys of bodies that they made superfluous."""
         try:
             if superfluous:
                 self._store.delete(superfluous)
             self._drop_states(latest)
             self._drop_versions(latest)
+            self._drop_leftovers(ledger)
         except SpotGRPOError as exc:
             if not self._complained:
                 log.warning("cannot delete what is not needed any more, it takes space: %s", exc)
@@ -63,6 +83,34 @@ class Retention:
                 )
                 self._store.delete(files[:1])
                 self._store.delete(files[1:])
+
+    def _drop_leftovers(self, ledger: Ledger) -> None:
+        """What workers stored for tasks that are settled: late copies of big groups, and partials."""
+        oldest_attempts: dict[int, int] = {}
+        for task in sorted(ledger.outstanding, reverse=True):
+            oldest_attempts[task.index] = task.attempt
+        for prefix in (self._keys.groups, self._keys.partials):
+            over = [
+                info.key
+                for info in self._store.list(prefix)
+                if self._is_over(info, ledger.cursor, oldest_attempts)
+            ]
+            if over:
+                self._store.delete(over)
+
+    def _is_over(self, info: ObjectInfo, cursor: int, oldest_attempts: Mapping[int, int]) -> bool:
+        """Whether no learner can need an object any more, be it one that has just taken over from this one.
+
+        Such a learner's ledger is not known here. It may have issued prompts from ``cursor`` on, and later attempts of
+        what is outstanding; for the rest, a task that is not outstanding is settled.
+        """
+        try:
+            task = self._keys.task_of(info.key)
+        except WireError:
+            task = None
+        if task is None or task.index >= cursor:
+            return info.modified < self._clock() - UNKNOWN_S
+        return task.attempt < oldest_attempts.get(task.index, task.attempt + 1)
 
     def _list(self) -> dict[PolicyVersion, list[str]]:
         found: dict[PolicyVersion, list[str]] = {}
