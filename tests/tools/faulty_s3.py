@@ -94,6 +94,13 @@ class Stall:
 
 
 @dataclass(frozen=True)
+class Slow:
+    """The request passes ``seconds`` late."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Late:
     """The connection breaks with no answer, and the server gets the request at :meth:`FaultyS3.land_late_ones`."""
 
@@ -112,7 +119,7 @@ class IgnoreConditions:
     names: tuple[str, ...] = ("if-match", "if-none-match")
 
 
-Fault = Cut | Truncate | Flip | Answer | Swallow | Stall | Late | First | IgnoreConditions
+Fault = Cut | Truncate | Flip | Answer | Swallow | Stall | Slow | Late | First | IgnoreConditions
 
 
 @dataclass
@@ -130,13 +137,20 @@ class Rule:
 
 @dataclass
 class FaultyS3:
-    """A context manager; ``url`` is the endpoint to give to a client. Without rules everything passes."""
+    """A context manager; ``url`` is the endpoint to give to a client. Without rules everything passes.
+
+    Attributes:
+        seen: every request, while ``keeps_requests``.
+        played: faults that met a request.
+    """
 
     upstream: str
     access_key_id: str
     secret_access_key: str
     seen: list[Request] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
+    played: int = 0
+    keeps_requests: bool = True
     _rules: list[Rule] = field(default_factory=list)
     _late: list[Request] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -199,10 +213,12 @@ class FaultyS3:
 
     def fault_for(self, request: Request) -> Fault | None:
         with self._lock:
-            self.seen.append(request)
+            if self.keeps_requests:
+                self.seen.append(request)
             for rule in self._rules:
                 if rule.fits(request):
                     rule.times -= 1
+                    self.played += 1
                     if isinstance(rule.fault, Late):
                         self._late.append(request)
                     return rule.fault
@@ -267,6 +283,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._break_off()
             case Late():
                 self._break_off()
+            case Slow(seconds):
+                self.faulty.closing.wait(seconds)
+                self._send(self.faulty.forward(request))
             case First(event):
                 event()
                 self._send(self.faulty.forward(request))

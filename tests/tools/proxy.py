@@ -6,14 +6,31 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 CHUNK = 1 << 16
 BASIC_ACK = struct.pack(">HH", 60, 80)
 METHOD_FRAME = 1
 FRAME_OVERHEAD = 8
 POLL_S = 0.2
+
+
+@dataclass
+class Trap:
+    """Springs when acks pass on a connection: a confirm on its way to the client, or the client's own acks.
+
+    Attributes:
+        of: whose acks.
+        passing: how many of them in one piece are let through before it springs; there must be more than that.
+        spring: gets the client's port; False where that is not whom the trap is for, and it stays set.
+    """
+
+    of: Literal["broker", "client"]
+    passing: int
+    spring: Callable[[int], bool]
 
 
 class Proxy:
@@ -23,6 +40,7 @@ class Proxy:
         refusing: reset every new connection at once.
         confirms_to_swallow: so many confirms are kept from the client, each with the connection that it came on.
         accepted: connections so far.
+        cuts: connections that were reset in mid-stream.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
@@ -33,6 +51,9 @@ class Proxy:
         self.refusing = False
         self.confirms_to_swallow = 0
         self.accepted = 0
+        self.cuts = 0
+        self._bytes_left: int | None = None
+        self._trap: Trap | None = None
         self._flowing = threading.Event()
         self._flowing.set()
         self._ended = threading.Event()
@@ -59,6 +80,21 @@ class Proxy:
         for pair in pairs:
             for sock in pair:
                 _reset(sock)
+
+    def cut_after(self, count: int) -> None:
+        """Reset the connection on which the ``count``-th byte from now on passes, and let that be its last."""
+        with self._lock:
+            self._bytes_left = count
+
+    def set_trap(self, trap: Trap | None) -> None:
+        """Set a trap; the connection on which it springs is reset."""
+        with self._lock:
+            self._trap = trap
+
+    @property
+    def is_set(self) -> bool:
+        """True while the trap has not sprung."""
+        return self._trap is not None
 
     def stall(self) -> None:
         """Forward nothing, and tell nobody."""
@@ -100,46 +136,85 @@ class Proxy:
             sock.settimeout(None)
         with self._lock:
             self._pairs.append((client, server))
-        ways = ((client, server, None), (server, client, _ConfirmFinder()))
-        for source, target, finder in ways:
+        ways: tuple[tuple[socket.socket, socket.socket, Literal["broker", "client"]], ...] = (
+            (client, server, "client"),
+            (server, client, "broker"),
+        )
+        for source, target, sender in ways:
             thread = threading.Thread(
-                target=self._forward, args=(source, target, finder), daemon=True
+                target=self._forward, args=(source, target, sender, client), daemon=True
             )
             self._threads.append(thread)
             thread.start()
 
     def _forward(
-        self, source: socket.socket, target: socket.socket, finder: _ConfirmFinder | None
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        sender: Literal["broker", "client"],
+        client: socket.socket,
     ) -> None:
+        finder = _AckFinder()
         with contextlib.suppress(OSError):
             while data := source.recv(CHUNK):
                 self._flowing.wait()
-                if finder is not None and finder.sees(data) and self.confirms_to_swallow > 0:
-                    self.confirms_to_swallow -= 1
+                passing = self._passing(data, sender, finder.ends(data), client)
+                target.sendall(data[:passing])
+                if passing < len(data):
+                    self.cuts += 1
                     break
-                target.sendall(data)
         for sock in (source, target):
             _reset(sock)
 
+    def _passing(
+        self,
+        data: bytes,
+        sender: Literal["broker", "client"],
+        acks: list[int],
+        client: socket.socket,
+    ) -> int:
+        """How many bytes of ``data`` may pass; fewer than all end the connection."""
+        if sender == "broker" and acks and self.confirms_to_swallow > 0:
+            self.confirms_to_swallow -= 1
+            return 0
+        with self._lock:
+            trap = self._trap
+            fits = trap is not None and trap.of == sender and len(acks) > trap.passing
+            if trap is not None and fits and trap.spring(client.getpeername()[1]):
+                self._trap = None
+                return 0 if not trap.passing else acks[trap.passing - 1]
+            if self._bytes_left is not None:
+                if self._bytes_left < len(data):
+                    passing, self._bytes_left = self._bytes_left, None
+                    return passing
+                self._bytes_left -= len(data)
+        return len(data)
 
-class _ConfirmFinder:
+
+class _AckFinder:
     """Follows AMQP's frames through a stream cut anywhere, looking for basic.ack."""
 
     def __init__(self) -> None:
         self._held = b""
 
-    def sees(self, data: bytes) -> bool:
-        """True where a basic.ack ends in ``data``."""
+    def ends(self, data: bytes) -> list[int]:
+        """Where in ``data`` each basic.ack ends."""
+        before = len(self._held)
         self._held += data
-        found = False
-        while len(self._held) >= FRAME_OVERHEAD - 1:
-            kind, _channel, size = struct.unpack(">BHI", self._held[:7])
-            if len(self._held) < size + FRAME_OVERHEAD:
+        ends, at = [], 0
+        while len(self._held) - at >= FRAME_OVERHEAD - 1:
+            if self._held.startswith(b"AMQP", at):  # the header that a client begins with
+                at += FRAME_OVERHEAD
+                continue
+            kind, _channel, size = struct.unpack_from(">BHI", self._held, at)
+            end = at + size + FRAME_OVERHEAD
+            if len(self._held) < end:
                 break
-            payload = self._held[7 : 7 + size]
-            found = found or (kind == METHOD_FRAME and payload.startswith(BASIC_ACK))
-            self._held = self._held[size + FRAME_OVERHEAD :]
-        return found
+            if kind == METHOD_FRAME and self._held.startswith(BASIC_ACK, at + 7):
+                ends.append(end - before)
+            at = end
+        self._held = self._held[at:]
+        return ends
 
 
 def _reset(sock: socket.socket) -> None:

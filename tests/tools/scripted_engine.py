@@ -63,7 +63,7 @@ class ScriptedEngine:
         self.served.append(request.version)
         first = len(request.prefix_ids)
         for position in range(first, request.sampling.max_new_tokens):
-            await asyncio.sleep(self.token_s)
+            await self.pause()
             if self.dead:
                 raise SpotGRPOError("the engine died")
             if request.request_id in self._aborted:
@@ -74,6 +74,10 @@ class ScriptedEngine:
             last = position == request.sampling.max_new_tokens - 1
             token, logprob = scripted_token(request.seed, request.version, position)
             yield Chunk((token,), (logprob,), finish="length" if last else None)
+
+    async def pause(self) -> None:
+        """What a token takes."""
+        await asyncio.sleep(self.token_s)
 
     async def abort(self, request_id: str) -> None:
         self._aborted.add(request_id)
