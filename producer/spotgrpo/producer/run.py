@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spotgrpo.producer.engines.base import EngineSpec
 from spotgrpo.producer.engines.registry import make_engine
+from spotgrpo.producer.notices import NoticeWatch
 from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.worker import Wiring, Worker
@@ -36,7 +37,9 @@ LOOK_AGAIN_S = 1.0
 
 
 def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
-    """Work for a run until it is finished or ``stopping`` is set. Waits for a learner that has not begun it yet.
+    """Work for a run until it is finished, ``stopping`` is set or the cloud takes the machine back.
+
+    Waits for a learner that has not begun it yet.
 
     Args:
         base_dir: where relative reward files are looked for.
@@ -46,6 +49,11 @@ def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
         TransientError: a server did not answer within its start deadline.
         SpotGRPOError: the engine died.
     """
+    with NoticeWatch(view.worker, stopping):
+        _run(view, base_dir, stopping)
+
+
+def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
     store = S3Store.connect(view.bucket, stopping)
     broker = RabbitMQBroker(view.broker, view.run.id)
     try:

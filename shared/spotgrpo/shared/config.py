@@ -6,6 +6,7 @@ table of the README is made from. Unknown keys are refused with the nearest righ
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,11 @@ from spotgrpo.shared.ids import RUN_ID
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MAX_PORT = 65535
+HTTP_ADDRESS = re.compile(
+    r"http://([a-zA-Z0-9_-]{1,63}(\.[a-zA-Z0-9_-]{1,63})*|\[[0-9a-fA-F:.]+\])(:(?P<port>\d{1,5}))?(/[\w./-]*)?",
+    re.ASCII,
+)
 
 
 class Section(BaseModel):
@@ -302,6 +308,17 @@ class WorkerConfig(Section):
         NonNegative,
         Field(description="Seconds that running groups get to finish when told to stop."),
     ] = 20.0
+    notices: Annotated[
+        Literal["auto", "none", "aws", "gcp", "azure"],
+        Field(description="Cloud whose notice drains the worker; auto: the one it runs in."),
+    ] = "auto"
+    notice_url: Annotated[
+        str | None,
+        Field(description="http address of the metadata server; none: the cloud's own."),
+    ] = None
+    drain_on_rebalance: Annotated[
+        bool, Field(description="AWS's rebalance recommendation drains too, ahead of any notice.")
+    ] = True
     reward_timeout_s: Annotated[
         Seconds, Field(description="Longest that rewards of a group may take; then None.")
     ] = 300.0
@@ -316,6 +333,14 @@ class WorkerConfig(Section):
         dict[str, Any],
         Field(description="Further vLLM engine arguments (tensor_parallel_size, …)."),
     ] = {}
+
+    @field_validator("notice_url")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        found = HTTP_ADDRESS.fullmatch(value) if value is not None else None
+        if value is not None and (found is None or int(found["port"] or 80) > MAX_PORT):
+            raise ValueError("should be http://host or http://host:port")
+        return value
 
 
 class LogConfig(Section):
