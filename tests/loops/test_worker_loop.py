@@ -154,7 +154,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @contextlib.asynccontextmanager
 async def working(
-    bench: Bench, engine: ScriptedEngine, store: MemoryStore | None = None, **options: object
+    bench: Bench,
+    engine: ScriptedEngine,
+    store: MemoryStore | None = None,
+    worker_id: str = "w1",
+    **options: object,
 ) -> AsyncIterator[tuple[Worker, Stopping, asyncio.Task[None]]]:
     """A running worker; told to stop at the end of the block."""
     config = WorkerConfig.model_validate(
@@ -162,7 +166,7 @@ async def working(
     )
     document = document_of(config_of())
     stopping = Stopping()
-    cache = bench.folder / "cache"
+    cache = bench.folder / "cache" / worker_id
     policy = PolicyWatcher(
         store or bench.store,
         bench.keys,
@@ -176,7 +180,7 @@ async def working(
         config=config, document=document, store=store or bench.store, broker=MemoryBroker(bench.server, RUN),
         engine=engine, policy=policy,
         rewards=Rewards.resolve([RewardConfig(function="rewards.py:length")], bench.folder),
-        tokenizer=Letters(), stopping=stopping, worker_id="w1",
+        tokenizer=Letters(), stopping=stopping, worker_id=worker_id,
     )  # fmt: skip
     worker = Worker(wiring)
     running = asyncio.create_task(worker.run())
@@ -300,7 +304,7 @@ def test_old_versions_are_unloaded_once_idle(bench: Bench) -> None:
                 bench.commit(number)
                 await until(functools.partial(serves, worker, number))
                 assert len(engine.loaded) <= 3
-            assert len(list((bench.folder / "cache").iterdir())) == len(engine.loaded)
+            assert len(list((bench.folder / "cache" / "w1").iterdir())) == len(engine.loaded)
 
     run(story)
 
