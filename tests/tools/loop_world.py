@@ -198,10 +198,11 @@ class World:
         stopping: threading.Event | None = None,
         store: ObjectStore | None = None,
         document: RunDocument | None = None,
+        stall_warn_s: float = 30.0,
     ) -> Learner:
         """A learner process, in a thread of the test's choosing."""
         self.writers.append(MetricsWriter(self.folder / "metrics.jsonl"))
-        progress = Progress(self.queues, self.writers[-1], config.train.max_steps, 30.0)
+        progress = Progress(self.queues, self.writers[-1], config.train.max_steps, stall_warn_s)
         return Learner(
             Wiring(
                 config=config,

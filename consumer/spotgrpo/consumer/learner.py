@@ -17,7 +17,9 @@ from spotgrpo.consumer.issuer import Issuer
 from spotgrpo.consumer.loop import AfterCommit, Ownership, Pacing, TrainerPort, TrainingLoop
 from spotgrpo.consumer.requeue import Past, Requeues
 from spotgrpo.consumer.retention import Retention
+from spotgrpo.consumer.roster import Roster
 from spotgrpo.consumer.settlement import Settlement
+from spotgrpo.consumer.standby import Standby
 from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
 from spotgrpo.shared.ids import Keys, Queues
 from spotgrpo.shared.latest import LatestPointer
@@ -84,13 +86,14 @@ class Learner:
         return self._progress.summary("done" if loop.is_done else "stopped")
 
     def _lead(self, rollouts: LeaderConsumer) -> bool:
-        said = False
-        while not self._w.stopping.is_set():
+        w = self._w
+        standby = Standby(
+            w.store, self._keys, self._queues, w.broker.depth, w.config.log.stall_warn_s
+        )
+        while not w.stopping.is_set():
             if rollouts.lead(STANDBY_WAIT_S):
                 return True
-            if not said:
-                log.info("another learner leads run %s: standing by", self._keys.run)
-                said = True
+            standby.still_waiting()
         return False
 
     def _take_over(self) -> TakenOver:
@@ -148,6 +151,7 @@ class Learner:
             requeues=requeues,
             committer=committer,
             progress=self._progress,
+            roster=self._roster(stack),
             pacing=self._pacing,
             publisher=publisher,
             ownership=Ownership(rollouts, self._pointer.check_mine),
@@ -159,6 +163,12 @@ class Learner:
             epoch=taken.latest.epoch,
             version=taken.ledger.version,
         )
+
+    def _roster(self, stack: contextlib.ExitStack) -> Roster:
+        news = self._w.broker.subscribe(self._queues.telemetry)
+        if news is not None:
+            stack.callback(news.close)
+        return Roster(news)
 
     def _retention(self) -> Retention:
         train = self._w.config.train

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from spotgrpo.consumer.progress import Progress, StepStats
     from spotgrpo.consumer.requeue import Requeues
     from spotgrpo.consumer.retention import Retention
+    from spotgrpo.consumer.roster import Roster
     from spotgrpo.consumer.settlement import Settlement
     from spotgrpo.shared.ids import Queues
     from spotgrpo.shared.manifest import Latest, Probe
@@ -145,6 +146,7 @@ class TrainingLoop:
     requeues: Requeues
     committer: Committer
     progress: Progress
+    roster: Roster
     pacing: Pacing
     publisher: Publisher
     ownership: Ownership
@@ -203,7 +205,10 @@ class TrainingLoop:
             self._commit(None, state=None)
         if self.ownership.is_sure:
             self.issuer.reissue(self.settlement.missing(), self.depth)
-        self.progress.still_waiting(self.settlement.unsettled, self.depth)
+        self.roster.listen()
+        self.progress.still_waiting(
+            self.settlement.unsettled, self.depth, self.roster, leads=self.ownership.is_sure
+        )
 
     def _train_on(self, batch: list[HeldGroup]) -> None:
         """One optimizer step and its commit on the way. A batch without any signal is settled without a step."""
@@ -215,9 +220,8 @@ class TrainingLoop:
         self.settlement.settle("trained", [held.task for held in trained])
         self.settlement.settle("flat", [held.task for held in batch if not held.has_signal])
         seconds = time.monotonic() - started
-        with self.progress.waiting_for_commit():
-            if not self._land():
-                return  # told to stop while the bucket is away: this step is redone
+        if not self._land():
+            return  # told to stop while the bucket is away: this step is redone
         self._hand_over(self._new_version() if trained else None)
         self.progress.stepped(self.version, stats, [held.group for held in batch], lags, seconds)
         self._report()
@@ -279,12 +283,13 @@ class TrainingLoop:
 
     def _land(self) -> bool:
         """Wait for the commit in flight as long as it takes; once told to stop, LAST_COMMIT_S in all, then False."""
-        while not self.committer.wait_idle(timeout_s=COMMIT_POLL_S):
-            self.progress.still_committing()
-            if self.stopping.is_set():
-                self.give_up_at = self.give_up_at or time.monotonic() + LAST_COMMIT_S
-                if time.monotonic() >= self.give_up_at:
-                    return False
+        with self.progress.waiting_for_commit():
+            while not self.committer.wait_idle(timeout_s=COMMIT_POLL_S):
+                self.progress.still_committing()
+                if self.stopping.is_set():
+                    self.give_up_at = self.give_up_at or time.monotonic() + LAST_COMMIT_S
+                    if time.monotonic() >= self.give_up_at:
+                        return False
         return True
 
     def _finish(self) -> None:
@@ -305,6 +310,8 @@ class TrainingLoop:
         return self.committer.latest.finished
 
     def _report(self) -> None:
-        record = self.progress.record(self.settlement.committed, self.intake.seen)
+        self.roster.listen()
+        workers = len(self.roster.seen())
+        record = self.progress.record(self.settlement.committed, self.intake.seen, workers)
         report = Report(self.source, "learner", time.time(), record)
         self.publisher.broadcast(self.queues.telemetry, Message(encode_report(report)))

@@ -13,7 +13,9 @@ import numpy as np
 
 from spotgrpo.consumer.intake import Seen
 from spotgrpo.consumer.ledger import CAUSES, Counts, Ledger
+from spotgrpo.consumer.roster import Roster
 from spotgrpo.consumer.staleness import Lag
+from spotgrpo.consumer.stall import Scene
 from spotgrpo.shared.ids import Queues
 from spotgrpo.shared.metrics import MetricsWriter
 from spotgrpo.shared.ports import QueueDepth
@@ -85,6 +87,7 @@ class Progress:
     _started: float = 0.0
     _last_sign: float = 0.0
     _said: float = 0.0
+    _waiting_since: float = 0.0
     _first_version: int = 0
     _version: int = 0
     _tokens_trained: int = 0
@@ -116,43 +119,47 @@ class Progress:
     @contextlib.contextmanager
     def waiting_for_commit(self) -> Iterator[None]:
         """Count the seconds of the block as waiting for the bucket."""
-        started = self._said = self.clock()
+        started = self._said = self._waiting_since = self.clock()
         try:
             yield
         finally:
             self._waits.commit += self.clock() - started
 
-    def still_waiting(self, outstanding: int, depth: Callable[[str], QueueDepth | None]) -> None:
-        """Say, every ``stall_warn_s``, what is being waited for."""
+    def still_waiting(
+        self,
+        outstanding: int,
+        depth: Callable[[str], QueueDepth | None],
+        roster: Roster,
+        *,
+        leads: bool,
+    ) -> None:
+        """Say, every ``stall_warn_s``, what is being waited for, and what can be seen of those who should send it."""
         if self.clock() - self._said < self.stall_warn_s:
             return
         self._said = self.clock()
+        scene = Scene(
+            tasks=depth(self.queues.tasks),
+            rollouts=depth(self.queues.rollouts),
+            outstanding=outstanding,
+            seen=roster.seen(),
+            last=roster.last,
+            hears=roster.hears,
+            leads=leads,
+            now=self.clock(),
+        )
         waited = self.clock() - self._last_sign
-        tasks, rollouts = depth(self.queues.tasks), depth(self.queues.rollouts)
-        if tasks is None or rollouts is None:
-            log.warning("no step for %.0f s: the broker does not answer", waited)
-        elif tasks.consumers == 0:
-            log.warning(
-                "no step for %.0f s: no worker is connected; %d tasks wait in %s",
-                waited,
-                tasks.ready,
-                self.queues.tasks,
-            )
-        else:
-            log.warning(
-                "no step for %.0f s: waiting for groups; %d tasks outstanding, %d not taken yet; "
-                "%d workers connected",
-                waited,
-                outstanding,
-                tasks.ready,
-                tasks.consumers,
-            )
+        log.warning("no step for %.0f s: %s", waited, scene.describe(self.queues))
 
     def still_committing(self) -> None:
         """Say, every ``stall_warn_s``, that the commit before has not landed."""
         if self.clock() - self._said >= self.stall_warn_s:
             self._said = self.clock()
-            log.warning("waiting for the commit of version %d to reach the bucket", self._version)
+            log.warning(
+                "waiting for %.0f s for the commit up to version %d to reach the bucket; deliveries stay unacked "
+                "until it does",
+                self.clock() - self._waiting_since,
+                self._version,
+            )
 
     def stepped(
         self,
@@ -203,8 +210,11 @@ class Progress:
             )
         log.warning("%d batches in a row without a step: %s", self._flat_batches, why)
 
-    def record(self, ledger: Ledger, seen: Seen) -> dict[str, Json]:
-        """The record of the last step: written to the metrics file, and returned for telemetry."""
+    def record(self, ledger: Ledger, seen: Seen, workers: int) -> dict[str, Json]:
+        """The record of the last step: written to the metrics file, and returned for telemetry.
+
+        ``workers`` are those that reported in the last minute.
+        """
         counts = ledger.counts
         record: dict[str, Json] = {
             **self._step,
@@ -212,6 +222,7 @@ class Progress:
             "elapsed_s": self.clock() - self._started,
             **{f"groups_{name}": getattr(counts, name) for name in (*CAUSES, "duplicate")},
             "outstanding": len(ledger.outstanding),
+            "workers": workers,
             "tokens_received": seen.tokens,
             "groups_received": seen.groups,
             "groups_malformed": seen.malformed,

@@ -1,6 +1,6 @@
 """How transient errors are retried: jittered exponential backoff, up to a deadline or until told to stop.
 
-One line is logged when the trouble starts and one when it is over, never one a try.
+One line is logged when the trouble starts, one a minute while it lasts, and one when it is over; never one a try.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 10.0
+SAY_AGAIN_S = 60.0
+"""Nobody waits in silence for longer."""
 
 
 def retrying(
@@ -50,9 +52,18 @@ def retrying(
     if stopping is not None:
         stop = stop | stop_when_event_set(stopping)
 
-    def say_once(state: RetryCallState) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
-            log.log(level, "%s: %s; trying again", what, state.outcome.exception())
+    said_s = 0.0
+
+    def say(state: RetryCallState) -> None:
+        nonlocal said_s
+        waited_s = state.seconds_since_start or 0.0
+        error = state.outcome.exception() if state.outcome else None
+        if state.attempt_number == 1:
+            said_s = waited_s
+            log.log(level, "%s: %s; trying again", what, error)
+        elif waited_s - said_s >= SAY_AGAIN_S:
+            said_s = waited_s
+            log.log(level, "%s: %s; still trying after %.0f s", what, error, waited_s)
 
     def sleep(seconds: float) -> None:
         (stopping or threading.Event()).wait(seconds)
@@ -61,7 +72,7 @@ def retrying(
         retry=retry_if_exception_type(TransientError),
         wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=longest_wait_s),
         stop=stop,
-        before_sleep=say_once,
+        before_sleep=say,
         sleep=sleep,
         reraise=True,
     )

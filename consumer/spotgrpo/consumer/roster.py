@@ -1,0 +1,130 @@
+"""Which workers there are, from what they say of themselves on the telemetry exchange.
+
+For looking at only: nothing that is trained, acked or issued depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from spotgrpo.shared.errors import SpotGRPOError, WireError
+from spotgrpo.shared.ports import Consumer
+from spotgrpo.shared.wire import Json, Report, decode_report
+
+log = logging.getLogger(__name__)
+
+SEEN_S: Final = 60.0
+"""A worker that reported within this long is there."""
+FORGOTTEN_S: Final = 600.0
+MOST_WORKERS: Final = 4096
+MOST_AT_ONCE: Final = 1000
+"""Reports taken in at one look, so that a flood of them holds no step up."""
+LONGEST: Final = 80
+"""Characters of what a worker says that are kept."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A worker's last report.
+
+    Attributes:
+        at: when the learner heard it, by its own clock: those of other machines may be wrong.
+        state: in the worker's words: idle, generating, waiting for a version, …
+        version: that it serves, None before the first.
+        inflight: sequences in its engine.
+        tasks: in its hands.
+    """
+
+    worker: str
+    at: float
+    state: str
+    version: str | None
+    inflight: int
+    tasks: int
+
+    @classmethod
+    def of(cls, report: Report, at: float) -> Sighting:
+        values = report.values
+        version = values.get("version")
+        return cls(
+            worker=_plain(report.source),
+            at=at,
+            state=_plain(values.get("state", "?")),
+            version=None if version is None else _plain(version),
+            inflight=_count(values.get("inflight")),
+            tasks=_count(values.get("tasks")),
+        )
+
+
+class Roster:
+    """Workers by their last report; those silent for some minutes are forgotten. Used by the main thread alone.
+
+    Args:
+        news: of the telemetry exchange; None where the broker's user may not listen.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, news: Consumer | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._news, self._clock = news, clock
+        self._sightings: dict[str, Sighting] = {}
+
+    @property
+    def hears(self) -> bool:
+        """False where no report can come, whatever workers there are."""
+        return self._news is not None
+
+    def listen(self) -> None:
+        """Take in what was said since the last look; never waits."""
+        for _ in range(MOST_AT_ONCE):
+            if self._news is None:
+                return
+            try:
+                delivery = self._news.take(0)
+            except SpotGRPOError as exc:
+                log.info("workers' reports are not heard any more: %s", exc)
+                self._news = None
+                return
+            if delivery is None:
+                return
+            self._hear(delivery.message.body)
+
+    def _hear(self, body: bytes) -> None:
+        try:
+            report = decode_report(body)
+        except WireError:
+            return  # for looking at only: what cannot be read is not looked at
+        if report.role == "worker":
+            self.heard(report)
+
+    def heard(self, report: Report) -> None:
+        """A worker is there."""
+        now = self._clock()
+        self._sightings.pop(report.source, None)  # the newest is last
+        self._sightings[report.source] = Sighting.of(report, now)
+        for worker, before in list(self._sightings.items()):
+            if now - before.at <= FORGOTTEN_S and len(self._sightings) <= MOST_WORKERS:
+                break
+            del self._sightings[worker]
+
+    def seen(self) -> list[Sighting]:
+        """Workers that reported within the last minute, the newest report first."""
+        now = self._clock()
+        return [one for one in reversed(self._sightings.values()) if now - one.at <= SEEN_S]
+
+    @property
+    def last(self) -> Sighting | None:
+        """The newest report of all, however old."""
+        return next(reversed(self._sightings.values()), None)
+
+
+def _plain(value: Json) -> str:
+    """Short and printable: it goes into the log as it is, and comes from another machine."""
+    return "".join(one if one.isprintable() else "?" for one in str(value)[:LONGEST])
+
+
+def _count(value: Json) -> int:
+    return value if isinstance(value, int) else 0
