@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pika.adapters.utils import io_services_utils
 
 from spotgrpo.shared.config import BrokerConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, SpotGRPOError
@@ -156,6 +157,28 @@ def test_a_reset_on_every_connect_is_outlasted_and_told_in_two_lines(
     future.result(WAIT_S)
     assert len(lines(caplog, "publisher: no connection")) == 1
     assert len(lines(caplog, "publisher: connected")) == 1
+
+
+def test_a_socket_reset_in_the_moment_of_connecting_is_a_lost_connection(
+    make: Make, proxy: Proxy, rabbitmq_server: PrivateRabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pika raises ValueError out of its loop there: it must not end the thread, and with it the process."""
+    broker = make(through(proxy, rabbitmq_server))
+    broker.declare()
+    publisher, queue = broker.publisher(), broker.queues.tasks
+    publisher.publish(queue, Message(b"before")).result(WAIT_S)
+    connector = io_services_utils._AsyncStreamConnector
+    plain, fails = connector.__init__, iter([True, True])
+
+    def init(self: object, *args: object, **kwargs: object) -> None:
+        if next(fails, False):
+            raise ValueError("Expected connected socket, but getpeername() failed")
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(connector, "__init__", init)
+    proxy.cut()
+    publisher.publish(queue, Message(b"after")).result(WAIT_S)
+    assert next(fails, None) is None
 
 
 def test_a_stalled_line_is_noticed_by_the_heartbeat(

@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import socket
 import struct
+import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -161,8 +162,7 @@ class FaultyS3:
         class Handler(_Handler):
             faulty = proxy
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), daemon=True
         )
@@ -259,6 +259,16 @@ class FaultyS3:
             Credentials(self.access_key_id, self.secret_access_key), "s3", "us-east-1"
         ).add_auth(again)
         return Request(request.method, request.path, dict(again.headers.items()), request.body)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that is gone in mid-request was killed by a test; anything else is shown."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -121,7 +121,7 @@ class Link:
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the link's thread; dropped in silence once the thread has ended."""
-        self._loop.add_callback_threadsafe(call)
+        self._loop.add_callback_threadsafe(self.guard(call))
 
     def close(self, grace_s: float) -> None:
         """Close the connection, by force after ``grace_s``, and end the thread. Idempotent."""
@@ -133,7 +133,7 @@ class Link:
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Run ``call`` after ``delay_s``; from the link's thread only."""
-        self._loop.call_later(delay_s, call)
+        self._loop.call_later(delay_s, self.guard(call))
 
     def guard(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call`` for use as a pika callback.
@@ -156,13 +156,34 @@ class Link:
     def _run(self) -> None:
         try:
             self._connect()
-            self._loop.start()
+            self._serve()
         except Exception as exc:  # noqa: BLE001 - the thread's edge: it must come out of the user's calls
             self._crash = self._crash or exc
         if self._crash is not None:
             log.error("%s: its thread ended: %r", self._name, self._crash)
         self._let_go()
         self._user.on_ended(self._crash)
+
+    def _serve(self) -> None:
+        """Run pika's loop until it is stopped.
+
+        What comes out of it without a crash of ours is pika's own: where a socket is reset in the very moment in
+        which it connects, pika raises ValueError. That is a lost connection like any other.
+        """
+        while True:
+            try:
+                self._loop.start()
+            except Exception as exc:
+                if self._crash is not None:
+                    raise
+                lost, self._connection = self._connection, None
+                if lost is None:
+                    raise
+                if lost.is_open:
+                    lost.abort()
+                self._forget(exc)
+            else:
+                return
 
     def _let_go(self) -> None:
         self._connected.clear()
@@ -195,7 +216,12 @@ class Link:
         self._connected.set()
         self._user.on_connected(connection)
 
-    def _on_gone(self, _connection: Connection, reason: BaseException | None) -> None:
+    def _on_gone(self, connection: Connection, reason: BaseException | None) -> None:
+        if connection is self._connection:
+            self._forget(reason)
+
+    def _forget(self, reason: BaseException | None) -> None:
+        """The connection is gone: tell the user, and make another after a while."""
         was_connected = self._connected.is_set()
         self._connected.clear()
         self.blocked = False
