@@ -61,16 +61,16 @@ class Bench(World):
         modules: int = 1,
         finished: bool = False,
         shift: float = 0.0,
+        files: dict[str, bytes] | None = None,
     ) -> None:
-        """Store a version and let ``latest.json`` serve it."""
+        """Store a version and let ``latest.json`` serve it. With ``files`` it is a real one, and has no probe."""
         version = PolicyVersion(epoch, number)
         probe = Probe(
             token_ids=[1, 2, 3], version_logprobs=[-1.0 + shift] * 2, base_logprobs=[-1.0] * 2
         )
-        files = {"adapter_config.json": b"{}", "adapter_model.safetensors": f"{version}".encode()}
-        stored = self.writer.store_version(
-            NewVersion(version, None, files, modules, "0" * 64, probe)
-        )
+        names = {"adapter_config.json": b"{}", "adapter_model.safetensors": f"{version}".encode()}
+        new = NewVersion(version, None, files or names, modules, "0" * 64, None if files else probe)
+        stored = self.writer.store_version(new)
         durable = Durable(
             version=number, epoch=epoch, manifest=stored.manifest, manifest_sha256=stored.sha256,
             state="s", state_sha256="0" * 64, ledger="l", ledger_sha256="0" * 64,
@@ -95,11 +95,12 @@ class Bench(World):
         tokens: int = 4,
         group_size: int = 2,
         prompt_ids: tuple[int, ...] = (1, 2),
+        temperature: float = 1.0,
     ) -> Task:
         """Publish a task."""
         task = Task(
             run=RUN, task_id=TaskId(index), prompt_ids=prompt_ids, prompt="p", row={},
-            sampling=Sampling(max_new_tokens=tokens), seeds=tuple(range(group_size)), min_version=min_version,
+            sampling=Sampling(tokens, temperature), seeds=tuple(range(group_size)), min_version=min_version,
         )  # fmt: skip
         self.publisher.publish(
             self.queues.tasks, Message(encode_task(task), str(task.task_id))
