@@ -112,7 +112,7 @@ def test_a_stop_is_heard_during_a_broker_outage_and_tasks_do_not_pile_up(world: 
     assert learner.ends()
 
 
-def test_tasks_that_wait_for_a_worker_are_not_published_again(world: World) -> None:
+def test_rule_4_tasks_that_wait_for_a_worker_are_not_published_again(world: World) -> None:
     stopping = threading.Event()
     learner = Background(world.learner(config_of(reissue_after_s=0.1), stopping=stopping).run)
     until(has_issued(world))
@@ -135,7 +135,7 @@ def test_a_publisher_that_is_refused_for_good_ends_the_learner(
         world.learner(config_of()).run()
 
 
-def test_a_deposed_learner_ends_though_it_cannot_get_the_leader_queue_back(world: World) -> None:
+def test_rule_7_a_deposed_learner_ends_though_it_cannot_get_the_leader_queue_back(world: World) -> None:
     """And it leaves the new one's dead letters alone: its own books do not know their tasks."""
     learner = Background(world.learner(config_of()).run)
     until(has_issued(world))
@@ -156,7 +156,7 @@ def test_a_deposed_learner_ends_though_it_cannot_get_the_leader_queue_back(world
     assert world.ready(world.queues.dead) == 1
 
 
-def test_a_takeover_reads_again_when_the_dead_learners_last_move_lands_late(
+def test_rule_7_a_takeover_reads_again_when_the_dead_learners_last_move_lands_late(
     worlds: Callable[[MemoryStore], World],
 ) -> None:
     class Late(MemoryStore):

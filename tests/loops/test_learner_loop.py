@@ -121,7 +121,7 @@ def test_refill_flat_asks_for_other_groups_instead(world: World) -> None:
     expect_sound_books(world, steps=4)
 
 
-def test_a_run_of_flat_groups_does_not_stop_the_issuing(world: World) -> None:
+def test_rule_5_a_run_of_flat_groups_does_not_stop_the_issuing(world: World) -> None:
     def act(worker: ThreadWorker, task: Task) -> Sequence[Group]:
         return [answer(task, worker.serving(), flat=task.task_id.index < 20)]
 
@@ -204,7 +204,7 @@ def test_a_group_sampled_at_another_temperature_is_never_trained(world: World) -
     expect_sound_books(world, steps=4)
 
 
-def test_a_wiped_broker_gets_its_tasks_again_under_the_same_ids(world: World) -> None:
+def test_rule_4_a_wiped_broker_gets_its_tasks_again_under_the_same_ids(world: World) -> None:
     wiped = threading.Event()
 
     def wipe_once() -> None:
@@ -229,7 +229,7 @@ def test_lost_channels_neither_lose_nor_double_a_group(world: World) -> None:
     expect_sound_books(world, steps=8)
 
 
-def test_a_learner_that_was_overtaken_is_fenced_and_changes_nothing(world: World) -> None:
+def test_rule_6_a_learner_that_was_overtaken_is_fenced_and_changes_nothing(world: World) -> None:
     """Another takes the run over while the first is in a step; the first must not commit that step."""
     overtaken: list[bytes] = []
 
@@ -279,7 +279,7 @@ def test_a_standby_takes_over_when_the_active_learner_dies(world: World) -> None
     expect_sound_books(world, steps=6)
 
 
-def test_durable_every_n_versions_acks_nothing_in_between(world: World) -> None:
+def test_rule_3_durable_every_n_versions_acks_nothing_in_between(world: World) -> None:
     def die() -> None:
         if len(trainer.steps) == 3:
             raise Killed

@@ -127,7 +127,7 @@ def test_a_move_is_read_back_by_anyone(store: UnreliableStore) -> None:
 
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("dead_reads", [0, 2])
-def test_a_move_lands_exactly_once_whatever_happens_to_its_answer(
+def test_rule_6_a_move_lands_exactly_once_whatever_happens_to_its_answer(
     store: UnreliableStore, fate: str, dead_reads: int
 ) -> None:
     mine = pointer(store)
@@ -143,7 +143,9 @@ def test_a_move_lands_exactly_once_whatever_happens_to_its_answer(
     mine.move(latest(2))
 
 
-def test_only_identical_bytes_are_sent_while_an_answer_is_open(store: UnreliableStore) -> None:
+def test_rule_6_only_identical_bytes_are_sent_while_an_answer_is_open(
+    store: UnreliableStore,
+) -> None:
     mine = pointer(store)
     mine.move(latest(0))
     store.plan = ["lost_before", "late", "refused_before", "lost_before"]
@@ -284,7 +286,7 @@ def test_two_that_race_for_the_first_commit_do_not_both_win(store: UnreliableSto
 
 
 @pytest.mark.parametrize("fate", ["lost_before", "late"])
-def test_a_learner_whose_answer_is_open_is_fenced_by_who_came_between(
+def test_rule_6_a_learner_whose_answer_is_open_is_fenced_by_who_came_between(
     store: UnreliableStore, fate: str
 ) -> None:
     one, two = pointer(store, "w1"), pointer(store, "w2")

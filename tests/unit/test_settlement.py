@@ -67,6 +67,32 @@ def test_rule_3_nothing_is_acked_before_its_commit_has_landed() -> None:
     assert one.landed().acks == ("b",)
 
 
+def test_rule_3_receipts_of_a_dead_channel_are_dropped_and_their_task_stays_held() -> None:
+    one = settlement()
+    one.receive(A, "old1")
+    one.receive(A, "new1")
+    one.drop_void(lambda receipt: receipt.startswith("old"))
+    assert one.receipts == 1
+    one.drop_void(lambda _: True)
+    assert one.receipts == 0
+    assert one.receive(A, "new2") == "copy", "the broker delivers it again, and it is in hand still"
+    one.settle("trained", [A])
+    write(one)
+    assert one.landed().acks == ("new2",)
+
+
+def test_a_ledger_lists_what_was_settled_in_the_order_of_the_steps_batch() -> None:
+    """Not in the order of receipt: replaying a run needs the order in which its groups were trained."""
+    one = settlement()
+    for task in (A, B, C, D):
+        one.receive(task, str(task))
+    one.settle("trained", [C, A])
+    one.settle("flat", [D])
+    one.settle("trained", [B])
+    assert write(one).settled == {"trained": (C, A, B), "flat": (D,)}
+    assert one.landed().settled == (C, A, D, B)
+
+
 def test_rule_4_what_a_commit_issues_is_known_only_once_it_has_landed() -> None:
     one = settlement(issue=1)
     one.receive(A, "a")
@@ -87,6 +113,27 @@ def test_rule_5_settled_tasks_and_their_copies_ask_for_a_commit_of_their_own() -
     write(one, version=0)
     assert not one.has_settleable
     one.landed()
+
+
+def test_requests_go_before_new_prompts_and_take_their_room() -> None:
+    """However many a person asks for, no more are outstanding than can be trained in time."""
+    one = settlement(issue=4)
+    for task in (A, B, C):
+        one.receive(task, str(task))
+    one.settle("dead", [A, B, C])
+    one.write(1, lambda left: 2 - left, max_attempts=1, parent="p")
+    one.landed()
+    asked = [task.next_attempt() for task in (A, B, C)]
+    ledger = one.write(1, lambda left: 3 - left, max_attempts=1, parent="p", requeue=asked)
+    assert ledger.issued == (A.next_attempt(),), "two are outstanding, three can be trained in time"
+    one.landed()
+    for task in one.committed.outstanding:
+        one.receive(task, "r")
+    one.settle("trained", list(one.committed.outstanding))
+    ledger = one.write(2, lambda left: 3 - left, max_attempts=1, parent="p", requeue=asked[1:])
+    assert ledger.issued == (B.next_attempt(), C.next_attempt(), TaskId(5))
+    assert ledger.balanced
+    assert ledger.cursor == 6
 
 
 def test_a_stale_prompt_is_issued_again_as_the_next_attempt_up_to_max_attempts() -> None:

@@ -20,7 +20,7 @@ from spotgrpo.shared.ids import PolicyVersion
         (PolicyVersion(2, 9), {1: 0, 2: 8, 3: 4}, 4),
     ],
 )
-def test_a_version_that_was_given_up_counts_as_the_one_it_grew_from(
+def test_rule_8_a_version_that_was_given_up_counts_as_the_one_it_grew_from(
     version: PolicyVersion, takeovers: dict[int, int], counts_as: int
 ) -> None:
     assert lineage_version(version, takeovers) == counts_as

@@ -1,0 +1,133 @@
+"""Settlement rules that need a whole learner, each by its number."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from spotgrpo.consumer.audit import read_newest
+from spotgrpo.shared.ids import TaskId
+from spotgrpo.shared.memory.broker import MemoryLeaderConsumer, MemoryPublisher
+from spotgrpo.shared.memory.store import MemoryStore
+from spotgrpo.shared.ports import Message, Stored
+from spotgrpo.shared.steps import Step, observe
+from tests.tools.loop_world import BookkeepingTrainer, ThreadWorker, World, config_of
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: unwinds the learner at a chosen point."""
+
+
+def stopping_at(steps: int) -> tuple[BookkeepingTrainer, threading.Event]:
+    """A trainer that has its learner told to stop in its n-th step."""
+    stopping = threading.Event()
+    trainer = BookkeepingTrainer(lambda: stopping.set() if len(trainer.steps) == steps else None)
+    return trainer, stopping
+
+
+def watch_tasks(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """Tasks as learners publish them; each has to be outstanding in the committed ledger by then."""
+    sent: list[Message] = []
+    publish = MemoryPublisher.publish
+
+    def look(self: MemoryPublisher, queue: str, message: Message) -> Future[None]:
+        if queue == world.queues.tasks:
+            task = TaskId.parse(str(message.headers["task"]))
+            committed = read_newest(world.store, world.latest())
+            settled = {one for tasks in committed.settled.values() for one in tasks}
+            assert task in {*committed.outstanding, *settled}, f"{task} is published uncommitted"
+            sent.append(message)
+        return publish(self, queue, message)
+
+    monkeypatch.setattr(MemoryPublisher, "publish", look)
+    return sent
+
+
+def test_rule_4_an_id_is_in_a_committed_ledger_before_its_task_is_published(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = watch_tasks(world, monkeypatch)
+    with ThreadWorker(world):
+        world.learner(config_of(max_steps=4)).run()
+    assert len(sent) == 8
+    assert not any("again" in message.headers for message in sent)
+
+
+def test_rule_4_a_takeover_publishes_at_once_what_the_last_ledger_issued(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner before died with its commit landed and none of the tasks published."""
+    sent = watch_tasks(world, monkeypatch)
+
+    def kill(at: Step) -> None:
+        if at is Step.LEARNER_ACKED:
+            raise Killed
+
+    observe(kill)
+    try:
+        with ThreadWorker(world), pytest.raises(Killed):
+            world.learner(config_of()).run()
+    finally:
+        observe(None)
+    issued = read_newest(world.store, world.latest()).issued
+    assert issued
+    already = [message.message_id for message in sent]
+    assert not {*already} & {*map(str, issued)}
+    sent.clear()
+    with ThreadWorker(world):
+        world.learner(config_of()).run()
+    at_once = sent[: len(issued)]
+    assert [message.message_id for message in at_once] == [str(task) for task in issued]
+    assert [message.headers.get("again") for message in sent] == [1] * len(issued) + [None] * (
+        len(sent) - len(issued)
+    )
+    assert world.audit().balanced
+
+
+def test_rule_7_a_takeover_leads_reads_claims_restores_publishes_and_then_consumes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Watched(MemoryStore):
+        def get(self, key: str) -> Stored:
+            events.extend(["read"] * key.endswith("latest.json"))
+            return super().get(key)
+
+        def compare_and_swap(self, key: str, body: bytes, expected: str | None) -> str | None:
+            events.extend(["claim"] * key.endswith("latest.json"))
+            return super().compare_and_swap(key, body, expected)
+
+    class Restoring(BookkeepingTrainer):
+        def restore(self, state: bytes) -> None:
+            events.append("restore")
+            super().restore(state)
+
+    lead, start, publish = (
+        MemoryLeaderConsumer.lead,
+        MemoryLeaderConsumer.start,
+        MemoryPublisher.publish,
+    )
+
+    def watched(name: str, call):  # type: ignore[no-untyped-def]
+        def first(*args, **options):  # type: ignore[no-untyped-def]
+            events.append(name)
+            return call(*args, **options)
+
+        return first
+
+    world.store = Watched()
+    trainer, stopping = stopping_at(2)
+    with ThreadWorker(world):
+        world.learner(config_of(), trainer, stopping).run()
+    monkeypatch.setattr(MemoryLeaderConsumer, "lead", watched("lead", lead))
+    monkeypatch.setattr(MemoryLeaderConsumer, "start", watched("consume", start))
+    monkeypatch.setattr(MemoryPublisher, "publish", watched("publish", publish))
+    events.clear()
+    stopping.clear()
+    threading.Timer(1.0, stopping.set).start()
+    world.learner(config_of(), Restoring(), stopping).run()
+    order = list(dict.fromkeys(events))
+    assert order == ["lead", "read", "claim", "restore", "publish", "consume"]
