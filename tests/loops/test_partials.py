@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spotgrpo.producer.engines.base import Chunk, GenerationRequest
+from spotgrpo.producer.engines.base import Chunk, GenerationRequest, RequestRefused
 from spotgrpo.producer.worker import Worker
 from spotgrpo.shared.errors import ConfigError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion, TaskId
@@ -415,6 +415,48 @@ def test_a_partial_of_another_question_under_the_same_name_is_not_used(bench: Be
         (group,), _ = await finished(bench, engine)
         assert engine.sampled.total() == 2 * TOKENS
         expect_scripted(group, [VersionRun(V0, TOKENS)], 0)
+
+    run(story)
+
+
+class Choosy(Recording):
+    """Refuses prefixes, as a real engine refuses tokens that its model does not have."""
+
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        if request.prefix_ids:
+            raise RequestRefused("a token id is not one of the model's")
+        async for chunk in super().submit(request):
+            yield chunk
+
+
+def test_a_partial_that_the_engine_refuses_does_not_cost_the_task(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        bench.ask(0, tokens=TOKENS)
+        await drained(bench, Recording(0.02), after=10)
+        (group,), _ = await finished(bench, Choosy())
+        expect_scripted(group, [VersionRun(V0, TOKENS)], 0)
+        assert bench.ready(bench.queues.dead) == 0
+
+    run(story)
+    assert "is not used" in caplog.text
+
+
+def test_an_engine_that_dies_in_a_drain_keeps_neither_tokens_nor_task(bench: Bench) -> None:
+    async def story() -> None:
+        bench.commit(0)
+        bench.ask(0, tokens=1000)
+        engine = Recording(0.02)
+        async with working(bench, engine, drain_s=30.0) as (_, stopping, running):
+            await until(lambda: engine.sampled.total() >= 10)
+            stopping.set()
+            await asyncio.sleep(0.05)
+            engine.dead = True
+            await asyncio.wait_for(running, 5)
+        assert partials(bench)[0].tokens == engine.sampled.total()
+        assert bench.ready(bench.queues.tasks) == 1
 
     run(story)
 

@@ -11,7 +11,6 @@ import pytest
 
 from spotgrpo.producer.engines.base import Chunk
 from spotgrpo.producer.partials import (
-    AGAIN,
     Partials,
     belongs_to,
     can_be_trained,
@@ -27,6 +26,7 @@ from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.ports import Delivery, Handle, Message
 from spotgrpo.shared.stopping import Stopping
 from spotgrpo.shared.wire import (
+    AGAIN,
     Partial,
     PartialRollout,
     Sampling,

@@ -23,13 +23,18 @@ from spotgrpo.shared.errors import ConfigError, NotStored, SpotGRPOError, WireEr
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.ports import Delivery, Message, ObjectStore
 from spotgrpo.shared.retry import retry
-from spotgrpo.shared.wire import MAX_OBJECT_BYTES, Partial, Task, decode_partial, encode_partial
+from spotgrpo.shared.wire import (
+    AGAIN,
+    MAX_OBJECT_BYTES,
+    Partial,
+    Task,
+    decode_partial,
+    encode_partial,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AGAIN: Final = "again"
-"""Message header of a task that was in a worker's hands before, or may have been: a partial of it may exist."""
 FIND_S: Final = 15.0
 """How long a bucket that does not answer keeps a task from being begun afresh."""
 MOST_READ: Final = 16

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -23,12 +24,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spotgrpo.producer.drain import Drain, Job
 from spotgrpo.producer.engines.base import Engine, RequestRefused
-from spotgrpo.producer.partials import Partials, comes_again, marked_again
+from spotgrpo.producer.partials import Partials, comes_again
 from spotgrpo.producer.patience import Patience
 from spotgrpo.producer.policy import Adopted, PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
-from spotgrpo.producer.sampler import Aborted, Draft, Sampled, Sampler
+from spotgrpo.producer.sampler import Aborted, Sampled, Sampler
 from spotgrpo.shared.config import WorkerConfig
 from spotgrpo.shared.errors import SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, Queues, TaskId
@@ -37,7 +39,6 @@ from spotgrpo.shared.ports import (
     Broker,
     Consumer,
     Delivery,
-    Handle,
     Message,
     ObjectStore,
     Publisher,
@@ -61,10 +62,6 @@ from spotgrpo.shared.wire import (
 log = logging.getLogger(__name__)
 
 TAKE_S = 0.5
-LOOK_S = 0.5
-"""How often a drain looks whether it was given less time meanwhile."""
-ABORT_SHARE, STORE_SHARE = 0.3, 0.7
-"""Of the time for handing back: when the engine must have stopped, and the partials be stored, at the latest."""
 CLOSE_S = 5.0
 UNANSWERED_CLOSE_S = 0.5
 """For the last confirms and acks, and where the broker did not even answer the drain."""
@@ -95,31 +92,6 @@ class Wiring:
     tokenizer: Decoder
     stopping: Stopping
     worker_id: str = field(default_factory=new_worker_id)
-
-
-@dataclass
-class Job:
-    """A task in this worker's hands.
-
-    Attributes:
-        handles: of all its deliveries. A copy on a living channel is unsettled like the first; those of a channel
-            that is gone name nothing, and the consumer drops them.
-        is_again: another worker may have begun it.
-        drafts: its rollouts, from when sampling began.
-        work: what brings it from version to ack.
-    """
-
-    task: Task
-    message: Message
-    handles: list[Handle]
-    is_again: bool
-    drafts: list[Draft] = field(default_factory=list)
-    work: asyncio.Task[None] | None = None
-
-    def stop(self) -> None:
-        """End what works on it; its drafts stay."""
-        if self.work is not None:
-            self.work.cancel()
 
 
 class Room:
@@ -170,7 +142,7 @@ class Worker:
         self._partials = Partials(
             wiring.store, self._keys, wiring.worker_id, wiring.document.max_staleness
         )
-        self._tokens = self._groups = self._recent_tokens = self._handed_back = 0
+        self._tokens = self._groups = self._recent_tokens = 0
         self._last_token = time.monotonic()
         self._submitted = 0
         self._state = "waiting for a version"
@@ -279,7 +251,7 @@ class Worker:
     async def _sample(self, job: Job) -> tuple[Adopted, Sampled]:
         """The version first: a task that waits for one must not hold room. What is served may change meanwhile."""
         task = job.task
-        found = await self._partials.find(task) if job.is_again else ()
+        found = await self._partials.find(task) if job.is_again else []
         while True:
             if self._version_for(task) is None:
                 await self._w.policy.at_least(task.min_version)
@@ -289,8 +261,18 @@ class Worker:
                     continue
                 self._state = "generating"
                 job.drafts = self._partials.begin(task, found, adopted.version)
-                with self._w.policy.using(adopted) as version, self._submitting(task.group_size):
-                    return adopted, await self._sampler.sample(task, version, job.drafts)
+                try:
+                    return adopted, await self._generate(job, adopted)
+                except RequestRefused as exc:
+                    if not any(draft.brought for draft in job.drafts):
+                        raise
+                    log.error("a partial of task %s is not used: %s", task.task_id, exc)
+                    found = []
+
+    async def _generate(self, job: Job, adopted: Adopted) -> Sampled:
+        sequences = job.task.group_size
+        with self._w.policy.using(adopted) as version, self._submitting(sequences):
+            return await self._sampler.sample(job.task, version, job.drafts)
 
     def _version_for(self, task: Task) -> Adopted | None:
         """The version that a task would be sampled on now; None where it has to wait."""
@@ -363,91 +345,10 @@ class Worker:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     async def _drain(self, consumer: Consumer, publisher: Publisher, patience: Patience) -> bool:
-        """Take nothing more, finish what fits into ``patience``, store the rest and hand it back.
-
-        What was not begun goes back at once, while the rest is finished. False where the broker did not answer
-        in time: it requeues by itself whatever is unacked when the connection closes.
-        """
-        consumer.cancel()
         self._state = "draining"
-        untouched = [job for job in self._jobs.values() if not job.drafts]
-        for job in untouched:  # now, or room that comes free would let one begin
-            job.stop()
-        early = asyncio.gather(
-            self._return_untaken(consumer, publisher),
-            *(self._return(job, consumer, publisher, 0.0) for job in untouched),
-        )
-        try:
-            await self._let_finish(patience)
-            hand_back_s = patience.hand_back_s
-            async with asyncio.timeout(hand_back_s):
-                await self._return_all(consumer, publisher, hand_back_s)
-                await early
-        except (TimeoutError, SpotGRPOError) as exc:
-            log.warning(
-                "could not hand %d unfinished tasks back (%s): the broker requeues them",
-                len(self._jobs),
-                str(exc) or "no answer in time",
-            )
-            return False
-        finally:
-            early.cancel()
-            await asyncio.gather(early, return_exceptions=True)
-            self._say_what_was_left()
-        return True
-
-    async def _let_finish(self, patience: Patience) -> None:
-        """Wait until what was begun is done or patience ends, which may be sooner than it seemed."""
-        while running := [job.work for job in self._jobs.values() if job.work and job.drafts]:
-            finish_s = patience.finish_s
-            if not finish_s:
-                return
-            await asyncio.wait(running, timeout=min(finish_s, LOOK_S))
-
-    async def _return_all(self, consumer: Consumer, publisher: Publisher, within_s: float) -> None:
-        """Stop the engine so that no token is lost, then store and hand back what is left, all at a time."""
-        began = time.monotonic()
-        await self._sampler.interrupt(ABORT_SHARE * within_s)
-        store_s = STORE_SHARE * within_s - (time.monotonic() - began)
-        begun = [job for job in self._jobs.values() if job.drafts]
-        await asyncio.gather(*(self._return(job, consumer, publisher, store_s) for job in begun))
-
-    async def _return(
-        self, job: Job, consumer: Consumer, publisher: Publisher, store_s: float
-    ) -> None:
-        """Store what there is of a task (rule 9), publish it again, and only then ack it.
-
-        A copy at worst, never a loss, and no delivery that the broker would count against the task.
-        """
-        job.stop()
-        if job.work is not None:
-            await asyncio.wait({job.work})
-        if job.task.task_id not in self._jobs:  # it was done just now
-            return
-        if await self._partials.save(job.task, job.drafts, store_s):
-            reached(Step.WORKER_PARTIAL_STORED)
-        await self._hand_back(job.message, job.handles, consumer, publisher)
-        del self._jobs[job.task.task_id]
-
-    async def _return_untaken(self, consumer: Consumer, publisher: Publisher) -> None:
-        while (delivery := await asyncio.to_thread(consumer.take, 0)) is not None:
-            await self._hand_back(delivery.message, [delivery.handle], consumer, publisher)
-
-    async def _hand_back(
-        self, message: Message, handles: list[Handle], consumer: Consumer, publisher: Publisher
-    ) -> None:
-        await self._confirmed(publisher, self._queues.tasks, marked_again(message))
-        reached(Step.WORKER_HANDED_BACK)
-        consumer.ack(handles)
-        self._handed_back += 1
-
-    def _say_what_was_left(self) -> None:
-        if self._handed_back:
-            log.info(
-                "handed %d unfinished tasks back, %d with a partial",
-                self._handed_back,
-                self._partials.counts.saved,
-            )
+        publish = functools.partial(self._confirmed, publisher, self._queues.tasks)
+        drain = Drain(self._jobs, self._sampler, self._partials, consumer, publish)
+        return await drain.run(patience)
 
     async def _close(self, timeout_s: float, *ports: Consumer | Publisher | None) -> None:
         for port in ports:

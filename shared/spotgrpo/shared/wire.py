@@ -37,6 +37,8 @@ OUTER: Final = Limits(items=32, containers=1)
 PAYLOAD: Final = Limits(items=1 << 20, containers=1 << 16)
 MAX_TOKENS: Final = 1 << 22
 MAX_GROUP_SIZE: Final = 4096
+AGAIN: Final = "again"
+"""Message header of a task that is published once more: a worker may have begun it, and left a partial."""
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
