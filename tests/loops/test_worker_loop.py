@@ -23,7 +23,7 @@ from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.manifest import Durable, Latest, Probe
 from spotgrpo.shared.memory.broker import MemoryBroker, MemoryConsumer, MemorySubscription
 from spotgrpo.shared.memory.store import MemoryStore
-from spotgrpo.shared.ports import Delivery, Message, Stored
+from spotgrpo.shared.ports import Broker, Delivery, Message, ObjectStore, Stored
 from spotgrpo.shared.stopping import Stopping
 from spotgrpo.shared.wire import Group, Sampling, Task, decode_group, encode_task
 from tests.tools.loop_world import RUN, World, config_of, document_of
@@ -44,8 +44,12 @@ class Letters:
 class Bench(World):
     """A world with a broker view of the learner's, and a bucket to put versions into."""
 
+    def view(self) -> Broker:
+        """The broker as one more role sees it."""
+        return MemoryBroker(self.server, RUN)
+
     def open(self) -> None:
-        self.broker = MemoryBroker(self.server, RUN)
+        self.broker = self.view()
         self.broker.declare()
         self.publisher = self.broker.publisher()
         self.rollouts = self.broker.consumer(self.queues.rollouts, 1000)
@@ -157,7 +161,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 async def working(
     bench: Bench,
     engine: ScriptedEngine,
-    store: MemoryStore | None = None,
+    store: ObjectStore | None = None,
     worker_id: str = "w1",
     **options: object,
 ) -> AsyncIterator[tuple[Worker, Stopping, asyncio.Task[None]]]:
@@ -178,7 +182,7 @@ async def working(
         keep=engine.max_versions,
     )
     wiring = Wiring(
-        config=config, document=document, store=store or bench.store, broker=MemoryBroker(bench.server, RUN),
+        config=config, document=document, store=store or bench.store, broker=bench.view(),
         engine=engine, policy=policy,
         rewards=Rewards.resolve([RewardConfig(function="rewards.py:length")], bench.folder),
         tokenizer=Letters(), stopping=stopping, worker_id=worker_id,
