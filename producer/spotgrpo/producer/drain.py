@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.5
 """How often it is looked whether the machine has less time than it seemed."""
-ABORT_SHARE: Final = 0.3
-STORE_SHARE: Final = 0.7
+ABORT_SHARE: Final = 0.4
+STORE_SHARE: Final = 0.8
 """Of the time for handing back: when the engine must have stopped, and the partials be stored, at the latest."""
 
 
