@@ -1,0 +1,128 @@
+"""``make chaos``: every cell of the kill matrix again and again, in an order drawn from a seed, against one run.
+
+After every fault the system must recover and the books must balance; at the end the run is brought to its last step
+and its weights are compared with those of a run without faults. The last line is ``lost N duplicated M``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.cells import CELLS, Cell
+from tests.chaos.world import World
+
+REPEATS = 4
+
+
+@dataclass
+class Tried:
+    """What came of a cell."""
+
+    fault: str
+    point: str
+    times: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    recovery_s: list[float] = field(default_factory=list)
+
+
+def schedule(cells: Sequence[Cell], repeats: int, seed: int) -> list[Cell]:
+    """Every cell ``repeats`` times, in an order that the seed gives."""
+    order = [cell for cell in cells for _ in range(repeats)]
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def soak(world: World, order: Sequence[Cell], seed: int, say: bool) -> list[Tried]:
+    """Play ``order``; returns what came of each cell. Raises Failure, with the ends of the logs."""
+    rng = random.Random(seed)
+    tried: dict[str, Tried] = {}
+    world.tend()
+    world.wait_for("the first version", lambda: world.version() >= 1)
+    for number, cell in enumerate(order, 1):
+        row = tried.setdefault(str(cell), Tried(cell.fault, cell.point))
+        seconds = play(world, cell, rng)
+        row.times += 1
+        row.recovery_s.append(seconds)
+        row.lost += len(world.books.lost())
+        row.duplicated += len(world.books.duplicated())
+        world.note_size()
+        if say:
+            print(f"{number:4}/{len(order)}  {seconds:5.1f} s  {cell}", flush=True)
+    return list(tried.values())
+
+
+def play(world: World, cell: Cell, rng: random.Random) -> float:
+    """One fault, the recovery from it and the check; seconds from its firing to everything settled."""
+    world.wait_for("a learner to lead", lambda: world.active)
+    before = world.outstanding()
+    cell.play(world, rng)
+    fired = time.monotonic()
+    world.recover(before)
+    seconds = time.monotonic() - fired
+    world.books.check()
+    return seconds
+
+
+def end(world: World) -> tuple[list[str], list[str]]:
+    """Bring the run to its end and check all of it; what was lost and what was duplicated."""
+    world.finish()
+    books = world.books
+    books.check()
+    books.check_bucket()
+    books.check_weights(world.config)
+    world.check_sizes()
+    return books.lost() + books.unsettled(), books.duplicated()
+
+
+def matrix(tried: Sequence[Tried]) -> str:
+    """What came of every cell, as a Markdown table."""
+    lines = [
+        "| fault | point | times | lost | duplicated | seconds to recover: median | worst |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in tried:
+        median, worst = statistics.median(row.recovery_s), max(row.recovery_s)
+        lines.append(
+            f"| {row.fault} | {row.point} | {row.times} | {row.lost} | {row.duplicated} "
+            f"| {median:.1f} | {worst:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the soak; 0 where nothing was lost or duplicated."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the order and of every fault")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="times that each cell fires")
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--mutant", default="", help="break this rule in every role")
+    parser.add_argument("--matrix", type=Path, help="write the matrix here, as Markdown")
+    args = parser.parse_args()
+    cells = [cell for cell in CELLS if args.only in str(cell)]
+    order = schedule(cells, args.repeats, args.seed)
+    folder = Path(tempfile.mkdtemp(prefix="spotgrpo-chaos-"))
+    print(f"seed {args.seed}: {len(order)} faults in {len(cells)} cells; logs in {folder}")
+    with World(folder, mutant=args.mutant) as world:
+        tried = soak(world, order, args.seed, say=True)
+        lost, duplicated = end(world)
+    places = {(cell.fault, cell.point): place for place, cell in enumerate(CELLS)}
+    found = matrix(sorted(tried, key=lambda row: places[row.fault, row.point]))
+    if args.matrix is not None:
+        args.matrix.write_text(found + "\n")
+    copies = world.books.chain[-1].counts.duplicate
+    print(f"\n{found}\n\n{len(order)} faults; {copies} copies of groups came and were told apart")
+    print(f"lost {len(lost)} duplicated {len(duplicated)}")
+    return 1 if lost or duplicated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,419 @@
+"""The world of a chaos run: real broker and bucket, proxies in front of both, and role processes kept at their number.
+
+Every role reaches the servers through a proxy of its kind (learners, workers); the world itself reads the bucket
+behind it, so that what it sees is what is stored. Whatever dies as it was meant to is replaced; whatever ends in
+another way fails the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import psutil
+from pydantic import SecretStr
+
+from spotgrpo.shared.config import BucketConfig, Config
+from spotgrpo.shared.ids import Keys, Queues
+from spotgrpo.shared.loading import load_config
+from spotgrpo.shared.s3 import S3Store
+from spotgrpo.shared.services import PrivateRabbitMQ, PrivateS3
+from tests.chaos.books import Books
+from tests.chaos.nursery import Nursery
+from tests.tools.faulty_s3 import FaultyS3
+from tests.tools.proxy import Proxy
+from tests.tools.tiny_model import build_tiny_model
+
+Role = Literal["learner", "worker"]
+ROLES: tuple[Role, Role] = ("learner", "worker")
+HEARTBEAT_S = 2
+DEAD_AFTER_S = 3 * HEARTBEAT_S + 1.0
+"""A link is dead for the broker after two to three heartbeats."""
+FIRING_S = 40.0
+RECOVERY_S = 90.0
+POLL_S = 0.02
+FENCED = 4
+MORE_FILES = 8
+MORE_BYTES = 50 << 20
+FAST_TOKEN_S = 0.01
+
+TOML = """
+[run]
+id = "{run}"
+output_dir = "{folder}/runs"
+[broker]
+url = "amqp://none"
+heartbeat_s = {heartbeat_s}
+delivery_limit = 100
+[bucket]
+url = "s3://{bucket}/chaos"
+endpoint_url = "http://127.0.0.1:1"
+access_key_id = "{key}"
+secret_access_key = "{secret}"
+timeout_s = 5
+[model]
+name = "{folder}/model"
+[lora]
+rank = 4
+alpha = 8
+target_modules = ["q_proj", "v_proj"]
+[data]
+path = "prompts.jsonl"
+[[rewards]]
+function = "rewards.py:letters"
+[sampling]
+group_size = 2
+max_new_tokens = 8
+[train]
+max_steps = 1000000
+groups_per_step = 4
+max_staleness = 2
+reissue_after_s = 8
+learning_rate = 1e-3
+threads = 1
+[worker]
+engine = "transformers"
+threads = 1
+max_inflight = 8
+poll_s = 0.2
+drain_s = 0.0
+report_s = 1.0
+engine_stall_s = 4
+[log]
+stall_warn_s = 5
+"""
+REWARDS = """
+def letters(completions, **_):
+    # Every eighth group is flat, and now and then the function fails.
+    total = sum(map(ord, "".join(completions)))
+    if total % 16 == 5:
+        raise ValueError("a reward function that fails")
+    return [0.0 if total % 8 == 0 else sum(map(ord, text)) / 100 for text in completions]
+"""
+
+
+class Failure(AssertionError):
+    """A promise was broken, or a fault did not fire."""
+
+
+@dataclass
+class Member:
+    """A role process. ``fate`` holds the exit codes that are no surprise."""
+
+    role: Role
+    pid: int
+    log: Path
+    is_target: bool
+    fate: set[int] = field(default_factory=lambda: {0})
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.pid)
+
+
+@dataclass
+class World:
+    """Servers, proxies and roles of one run. Use it as a context manager, from the main thread.
+
+    Args:
+        workers: how many to keep; one of them is never the target of a fault.
+        standby: keep a second learner waiting.
+        mutant: name of a rule to break in every role.
+    """
+
+    folder: Path
+    workers: int = 3
+    standby: bool = True
+    token_s: float = FAST_TOKEN_S
+    mutant: str = ""
+    run: str = "chaos"
+    sets: tuple[str, ...] = ()
+    members: list[Member] = field(default_factory=list)
+    started: int = 0
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    _fault: int = 0
+
+    def __enter__(self) -> Self:
+        self._stack = contextlib.ExitStack()
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        for name in ("armed", "witness", "records", "confirmed", "logs"):
+            (self.folder / name).mkdir(parents=True)
+        self.rabbitmq = PrivateRabbitMQ(self.folder / "rabbitmq")
+        self.s3 = PrivateS3(self.folder / "s3")
+        for server in (self.rabbitmq, self.s3):
+            server.start()
+            self._stack.callback(server.stop)
+        self.amqp = {r: self._stack.enter_context(Proxy(self.rabbitmq.port)) for r in ROLES}
+        self.buckets = {r: self._stack.enter_context(self._faulty_s3()) for r in ROLES}
+        self._write_inputs()
+        self.nursery = Nursery(self.folder / "logs" / "nursery.log")
+        self._stack.callback(self.nursery.close)
+        self.config = load_config(self.folder / "run.toml", [], Config)
+        bucket = self.config.bucket.model_copy(update={"endpoint_url": self.s3.endpoint_url})
+        self.store = S3Store(BucketConfig.model_validate(bucket.model_dump()))
+        self._stack.callback(self.store.close)
+        self.keys, self.queues = Keys(self.run), Queues(self.run)
+        self.books = Books(
+            self.store,
+            self.keys,
+            self.folder / "records",
+            self.folder / "confirmed",
+            self.config.train.max_staleness,
+        )
+
+    def _faulty_s3(self) -> FaultyS3:
+        return FaultyS3(
+            self.s3.endpoint_url,
+            self.s3.access_key_id,
+            self.s3.secret_access_key,
+            keeps_requests=False,
+        )
+
+    def _write_inputs(self) -> None:
+        build_tiny_model(self.folder / "model")
+        (self.folder / "rewards.py").write_text(REWARDS)
+        rows = [{"prompt": f"{i} plus {i} is "} for i in range(50)]
+        (self.folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        settings = {
+            "run": self.run,
+            "folder": self.folder,
+            "heartbeat_s": HEARTBEAT_S,
+            "bucket": self.s3.bucket,
+            "key": self.s3.access_key_id,
+            "secret": self.s3.secret_access_key,
+        }
+        (self.folder / "run.toml").write_text(TOML.format(**settings))
+
+    # ---- processes -------------------------------------------------------------------------------------------
+
+    def start(self, role: Role, *sets: str, is_target: bool = True) -> Member:
+        """Start a role process through its proxies."""
+        self.started += 1
+        url = self.rabbitmq.url.replace(f":{self.rabbitmq.port}/", f":{self.amqp[role].port}/")
+        settings = (
+            f"broker.url={url}",
+            f"bucket.endpoint_url={self.buckets[role].url}",
+            *self.sets,
+            *sets,
+        )
+        args = [role, "run.toml", *(part for one in settings for part in ("--set", one))]
+        log = self.folder / "logs" / f"{role}-{self.started:03d}.log"
+        order = {
+            "args": args,
+            "folder": str(self.folder),
+            "token_s": self.token_s,
+            "is_target": is_target,
+            "mutant": self.mutant,
+        }
+        member = Member(role, self.nursery.start(log, order), log, is_target)
+        self.members.append(member)
+        return member
+
+    def of(self, role: Role) -> list[Member]:
+        """The processes of a role that run, oldest first."""
+        return [member for member in self.members if member.role == role]
+
+    @property
+    def active(self) -> Member:
+        """The learner that moved ``latest.json`` last, waiting until it is one of ours and alive."""
+        return self.wait_for("a learner to lead", self._active)
+
+    def _active(self) -> Member | None:
+        writer = self._writer()
+        return next((one for one in self.of("learner") if one.pid == writer), None)
+
+    def _writer(self) -> int | None:
+        """Process id of the learner that moved ``latest.json`` last."""
+        latest = self.books.latest()
+        return int(latest.writer.split("-")[-2]) if latest else None
+
+    @property
+    def steady(self) -> Member:
+        """The worker that no fault is armed for: it lives through everything that happens to the servers."""
+        return next(member for member in self.of("worker") if not member.is_target)
+
+    def tend(self) -> None:
+        """Bury who has ended as expected, fail over any other end, and keep the numbers up."""
+        for member in list(self.members):
+            code = self.nursery.exit_code(member.pid)
+            if code is not None:
+                self.members.remove(member)
+                if code not in member.fate and not self._was_fenced(member, code):
+                    raise Failure(f"{member.log.name} ended with {code}\n{self.tail(member.log)}")
+        if not any(not one.is_target for one in self.of("worker")):
+            self.start("worker", is_target=False)
+        while len(self.of("worker")) < self.workers:
+            self.start("worker")
+        while len(self.of("learner")) < 1 + self.standby:
+            self.start("learner")
+
+    def _was_fenced(self, member: Member, code: int) -> bool:
+        """Whether it ended as a learner does that another one took the run from."""
+        return code == FENCED and member.role == "learner" and self._writer() != member.pid
+
+    def wait_for(
+        self, what: str, look: Callable[[], Any], seconds: float = RECOVERY_S, *, tend: bool = True
+    ) -> Any:
+        """The first true answer of ``look``; Failure after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while not (found := look()):
+            if tend:
+                self.tend()
+            if time.monotonic() > deadline:
+                raise Failure(f"{what} did not happen within {seconds:g} s\n{self.tails()}")
+            time.sleep(POLL_S)
+        return found
+
+    def wait_for_exit(self, member: Member, *codes: int, seconds: float = RECOVERY_S) -> None:
+        """Wait until a process has ended with one of ``codes``."""
+        member.fate = set(codes)
+        self.wait_for(f"the end of {member.log.name}", lambda: member not in self.members, seconds)
+
+    def member(self, pid: int) -> Member | None:
+        """The running process of that id."""
+        return next((member for member in self.members if member.pid == pid), None)
+
+    def owner_of(self, port: int, role: Role) -> Member | None:
+        """Whose connection to a proxy has ``port`` on its side."""
+        for member in self.of(role):
+            with contextlib.suppress(psutil.Error):
+                ports = {c.laddr.port for c in member.process.net_connections("tcp") if c.laddr}
+                if port in ports:
+                    return member
+        return None
+
+    def tail(self, log: Path, lines: int = 40) -> str:
+        """The end of a log."""
+        text = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return "\n".join([f"--- {log.name}", *text[-lines:]])
+
+    def tails(self) -> str:
+        return "\n".join(self.tail(member.log, 15) for member in self.members)
+
+    # ---- faults ----------------------------------------------------------------------------------------------
+
+    def arm(self, role: Role, step: str, sig: str, visit: int = 1) -> Path:
+        """Have the first process of ``role`` that comes to ``step`` for the ``visit``-th time hit by ``sig``.
+
+        Returns where its witness will lie.
+        """
+        self._fault += 1
+        name = f"{self._fault:04d}"
+        order = {"id": name, "step": step, "signal": sig, "visit": visit, "then": {"signal": sig}}
+        part = self.folder / "armed" / f"{role}.part"
+        part.write_text(json.dumps(order))
+        part.rename(self.folder / "armed" / f"{role}.json")
+        return self.folder / "witness" / f"{name}.json"
+
+    def witness(self, path: Path) -> Member:
+        """Wait until the armed fault has fired; whom it hit. Its process must be one of ours, and a target."""
+
+        def look() -> dict[str, Any] | None:
+            return json.loads(path.read_text()) if path.exists() else None
+
+        facts = self.wait_for(f"the fault {path.stem} to fire", look, FIRING_S, tend=False)
+        member = self.member(facts["pid"])
+        if member is None or not member.is_target:
+            raise Failure(f"fault {path.stem} hit process {facts['pid']}, which is none of ours")
+        return member
+
+    def is_stopped(self, member: Member) -> bool:
+        return bool(member.process.status() == psutil.STATUS_STOPPED)
+
+    # ---- the run ---------------------------------------------------------------------------------------------
+
+    @property
+    def broker_url(self) -> SecretStr:
+        """The broker itself, behind the proxies."""
+        return SecretStr(self.rabbitmq.url)
+
+    def epoch(self) -> int:
+        latest = self.books.latest()
+        return latest.epoch if latest else 0
+
+    def version(self) -> int:
+        latest = self.books.latest()
+        return latest.durable.version if latest else -1
+
+    def outstanding(self) -> set[Any]:
+        ledger = self.books.update()
+        return set(ledger.outstanding) if ledger else set()
+
+    def recover(self, before: set[Any]) -> None:
+        """Wait until every task of ``before`` is settled and another version is durable."""
+        version = self.version()
+        self.wait_for("a new version", lambda: self.version() > version)
+        self.wait_for(
+            "the tasks of before the fault to be settled", lambda: not before & self.outstanding()
+        )
+
+    def note_size(self) -> None:
+        """Open files and resident bytes of the worker that lives through everything."""
+        process = self.steady.process
+        self.sizes.append((process.num_fds(), process.memory_info().rss))
+
+    def check_sizes(self) -> None:
+        """The worker that lived through everything holds no more files, and little more memory, than early on."""
+        early, late = self.sizes[: len(self.sizes) // 3], self.sizes[-(len(self.sizes) // 3) :]
+        if len(early) < 3:
+            return
+        files, size = (statistics.median(one[i] for one in late) for i in (0, 1))
+        most_files, most_size = (max(one[i] for one in early) for i in (0, 1))
+        if files > most_files + MORE_FILES or size > most_size + MORE_BYTES:
+            raise Failure(f"the steady worker grew: {self.sizes}")
+
+    def finish(self, steps: int = 3) -> None:
+        """Let the run come to its end in good order: all learners stop, one resumes with a last step in sight."""
+        for member in self.of("learner"):
+            os.kill(member.pid, signal.SIGTERM)
+        self.wait_for(
+            "the learners to stop", lambda: self._gone(self.of("learner")), 60, tend=False
+        )
+        last = self.start("learner", f"train.max_steps={self.version() + steps}")
+        self.wait_for("the last learner to end", lambda: self._gone([last]), tend=False)
+        self.wait_for("the workers to leave", lambda: self._gone(self.of("worker")), 60, tend=False)
+        if left := psutil.Process(self.nursery_pid).children():
+            raise Failure(f"left behind: {left}")
+
+    @property
+    def nursery_pid(self) -> int:
+        return self.nursery.pid
+
+    def _gone(self, members: list[Member]) -> bool:
+        """Whether all have ended with 0."""
+        for member in members:
+            code = self.nursery.exit_code(member.pid)
+            if code not in (None, 0):
+                raise Failure(f"{member.log.name} ended with {code}\n{self.tail(member.log)}")
+            if code is None:
+                return False
+        for member in members:
+            with contextlib.suppress(ValueError):
+                self.members.remove(member)
+        return True
+
+
+@contextlib.contextmanager
+def kept_on_failure(folder: Path) -> Iterator[Path]:
+    """A folder that is removed, unless the block fails."""
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
