@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -123,10 +124,11 @@ class Bench(World):
 
 
 class FaultyStore(MemoryStore):
-    """A bucket that can be down, refuse its user, or hand out one object with a flipped byte."""
+    """A bucket that can be down, refuse its user, hand out one object with a flipped byte, or meet a full disk."""
 
     down = False
     refuses = False
+    disk_is_full = False
     flipped = ""
 
     def get(self, key: str) -> Stored:
@@ -141,6 +143,11 @@ class FaultyStore(MemoryStore):
         if self.refuses:
             raise ConfigError("bucket.url", "memory", "403: the token has run out")
         return super().get_if_changed(key, etag)
+
+    def download(self, key: str, path: Path, size: int, sha256: str) -> None:
+        if self.disk_is_full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        super().download(key, path, size, sha256)
 
 
 def serves(worker: Worker, number: int, epoch: int = 1) -> bool:
@@ -662,6 +669,30 @@ def test_a_bucket_that_refuses_for_a_while_does_not_end_the_worker(
             store.refuses = False
             await until(lambda: serves(worker, 1))
         assert caplog.text.count("403") == 1
+        bench.broker.close()
+
+    run(story)
+
+
+def test_a_full_disk_keeps_the_served_version_until_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        store = FaultyStore()
+        bench = Bench(tmp_path, store=store)
+        bench.open()
+        bench.commit(0)
+        async with working(bench, ScriptedEngine()) as (worker, _, running):
+            await until(lambda: serves(worker, 0))
+            store.disk_is_full = True
+            bench.commit(1)
+            await until(lambda: "No space left" in caplog.text)
+            bench.ask(0)
+            await bench.answers(1)
+            assert not running.done()
+            store.disk_is_full = False
+            await until(lambda: serves(worker, 1))
+        assert caplog.text.count("worker.cache_dir") == 1
         bench.broker.close()
 
     run(story)

@@ -122,7 +122,7 @@ class PolicyWatcher:
                 await self._look()
                 self._judge_finished()
                 if troubled:
-                    log.info("the bucket answers again")
+                    log.info("new versions can be had again")
                 troubled, pause = False, self._poll_s
             except TransientError as exc:
                 if not troubled:
@@ -245,12 +245,19 @@ class PolicyWatcher:
             )
 
     async def _fetch(self, manifest: Manifest, folder: Path) -> None:
-        await asyncio.to_thread(folder.mkdir, parents=True)
-        for entry in manifest.files:
-            key = self._keys.version(manifest.policy, entry.name)
-            await self._ask(
-                self._store.download, key, folder / entry.name, entry.size, entry.sha256
-            )
+        """Download the version's files. A full disk may have room later: what is loaded serves meanwhile."""
+        try:
+            await asyncio.to_thread(folder.mkdir, parents=True)
+            for entry in manifest.files:
+                key = self._keys.version(manifest.policy, entry.name)
+                await self._ask(
+                    self._store.download, key, folder / entry.name, entry.size, entry.sha256
+                )
+        except OSError as exc:
+            where = f"worker.cache_dir = {str(self._cache_dir)!r}"
+            raise StoreUnavailable(
+                f"cannot write {manifest.policy} to {where}: {exc.strerror or exc}"
+            ) from exc
 
     async def _probe(self, manifest: Manifest) -> str:
         """``pass`` or ``inconclusive``; a failing probe is an IntegrityError."""
