@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from spotgrpo.consumer.audit import read_newest
 from spotgrpo.consumer.learner import Learner
 from spotgrpo.shared.errors import ConfigError, Fenced
 from spotgrpo.shared.memory.broker import MemoryBroker
@@ -121,12 +122,17 @@ def test_refill_flat_asks_for_other_groups_instead(world: World) -> None:
     expect_sound_books(world, steps=4)
 
 
-def test_rule_5_a_run_of_flat_groups_does_not_stop_the_issuing(world: World) -> None:
+@pytest.mark.parametrize("refill_flat", [False, True])
+def test_rule_5_a_run_of_flat_groups_does_not_stop_the_issuing(
+    world: World, refill_flat: bool
+) -> None:
+    """Refilled, they never make a batch: only a commit without a step settles them."""
+
     def act(worker: ThreadWorker, task: Task) -> Sequence[Group]:
         return [answer(task, worker.serving(), flat=task.task_id.index < 20)]
 
     with ThreadWorker(world, act):
-        summary = world.learner(config_of(max_steps=2)).run()
+        summary = world.learner(config_of(max_steps=2, refill_flat=refill_flat)).run()
     assert summary["groups_flat"] == 20
     expect_sound_books(world, steps=2)
 
@@ -206,17 +212,25 @@ def test_a_group_sampled_at_another_temperature_is_never_trained(world: World) -
 
 def test_rule_4_a_wiped_broker_gets_its_tasks_again_under_the_same_ids(world: World) -> None:
     wiped = threading.Event()
+    lost: list[int] = []
 
     def wipe_once() -> None:
-        if len(trainer.steps) == 2 and not wiped.is_set():
-            wiped.set()
+        if len(trainer.steps) == 1 and not wiped.is_set():
+            lost.append(world.ready(world.queues.tasks))
             world.server.wipe()
             MemoryBroker(world.server, RUN).declare()
+            wiped.set()
+
+    def act(worker: ThreadWorker, task: Task) -> Sequence[Group]:
+        if task.task_id.index >= 4:
+            assert wiped.wait(10)
+        return [answer(task, worker.serving())]
 
     trainer = BookkeepingTrainer(wipe_once)
-    with ThreadWorker(world):
+    with ThreadWorker(world, act, prefetch=1):
         world.learner(config_of(max_steps=6, reissue_after_s=0.5), trainer).run()
-    assert wiped.is_set()
+    assert lost
+    assert lost[0] > 0
     expect_sound_books(world, steps=6)
 
 
@@ -280,8 +294,17 @@ def test_a_standby_takes_over_when_the_active_learner_dies(world: World) -> None
 
 
 def test_rule_3_durable_every_n_versions_acks_nothing_in_between(world: World) -> None:
+    acked_early: set[str] = set()
+
     def die() -> None:
         if len(trainer.steps) == 3:
+            in_hand = {
+                str(stored.message.headers["task"])
+                for consumer in world.server.consumers
+                for stored in list(consumer._unsettled.values())
+            }
+            outstanding = map(str, read_newest(world.store, world.latest()).outstanding)
+            acked_early.update({*flatten(trainer.steps)} & {*outstanding} - in_hand)
             raise Killed
 
     trainer = BookkeepingTrainer(die)
@@ -289,6 +312,7 @@ def test_rule_3_durable_every_n_versions_acks_nothing_in_between(world: World) -
     with ThreadWorker(world):
         with pytest.raises(Killed):
             world.learner(config, trainer).run()
+        assert not acked_early
         assert world.latest().serving.version >= world.latest().durable.version
         world.learner(config).run()
     expect_sound_books(world, steps=8)
