@@ -25,6 +25,7 @@ from tests.tools.proxy import Trap
 
 OUTAGE_S = 3.0
 MANY = 1_000_000
+NO_SPACE = "No space left on device"
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,22 @@ def _met_once(world: World, role: Role, fault: Fault, method: str, part: str) ->
     world.wait_for("the fault to be met", lambda: proxy.played > before, FIRING_S)
 
 
+def disk_full(world: World, _rng: random.Random) -> None:
+    """The workers' cache has no room for a version: they serve on with the one before, and say so."""
+    before = {one.pid: one.log.read_text().count(NO_SPACE) for one in world.of("worker")}
+
+    def noticed() -> bool:
+        return any(
+            one.log.read_text().count(NO_SPACE) > before.get(one.pid, 0)
+            for one in world.of("worker")
+        )
+
+    world.disk.fill()
+    world.wait_for("a worker to miss the room", noticed, FIRING_S)
+    time.sleep(1)
+    world.disk.free()
+
+
 # ---- messages -------------------------------------------------------------------------------------------------
 
 
@@ -473,6 +490,7 @@ CELLS: tuple[Cell, ...] = (
     Cell("download cut", "adapter", download_damaged(Cut(after=1000)), True),
     Cell("download truncated", "adapter", download_damaged(Truncate(after=1000)), True),
     Cell("download flipped", "adapter", download_damaged(Flip(at=2000)), True),
+    Cell("disk full", "worker's cache", disk_full, True),
     Cell("poison message", "unreadable group", poison("group"), True),
     Cell("poison message", "unreadable reference", poison("group_ref")),
 )

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ FIRING_S = 40.0
 RECOVERY_S = 90.0
 POLL_S = 0.02
 FENCED = 4
+DISK_BYTES = 8 << 20
 MORE_FILES = 8
 MORE_BYTES = 50 << 20
 FAST_TOKEN_S = 0.01
@@ -88,6 +90,8 @@ poll_s = 0.2
 drain_s = 0.0
 report_s = 1.0
 engine_stall_s = 4
+cache_dir = "cache"
+notices = "none"
 [log]
 stall_warn_s = 5
 """
@@ -103,6 +107,30 @@ def letters(completions, **_):
 
 class Failure(AssertionError):
     """A promise was broken, or a fault did not fire."""
+
+
+class SmallDisk:
+    """A file system of a few MiB that can be filled up. Without the right to mount one it is a plain folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
+        done = subprocess.run(command, capture_output=True, check=False)
+        self.is_mounted = not done.returncode
+
+    def fill(self) -> None:
+        """Leave no byte free."""
+        with contextlib.suppress(OSError), (self._folder / "filler").open("wb", 0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def free(self) -> None:
+        (self._folder / "filler").unlink()
+
+    def close(self) -> None:
+        if self.is_mounted:
+            subprocess.run(["umount", "-l", str(self._folder)], check=True)  # noqa: S607
 
 
 @dataclass
@@ -164,6 +192,8 @@ class World:
             self._stack.callback(server.stop)
         self.amqp = {r: self._stack.enter_context(Proxy(self.rabbitmq.port)) for r in ROLES}
         self.buckets = {r: self._stack.enter_context(self._faulty_s3()) for r in ROLES}
+        self.disk = SmallDisk(self.folder / "cache")
+        self._stack.callback(self.disk.close)
         self._write_inputs()
         self.nursery = Nursery(self.folder / "logs" / "nursery.log")
         self._stack.callback(self.nursery.close)
