@@ -56,7 +56,10 @@ class Nursery:
         return self._process.pid
 
     def start(self, log: Path, order: dict[str, Any]) -> int:
-        """The process id of a new role; see ``roles.run`` for what an order holds."""
+        """The process id of a new role; see ``roles.run`` for what an order holds.
+
+        ``prepare`` (``module:function``), where it is there, is called with the order before the role begins.
+        """
         return int(self._ask({"order": "start", "log": str(log), **order})["pid"])
 
     def exit_code(self, pid: int) -> int | None:
@@ -127,6 +130,9 @@ def _child(parent: int, order: dict[str, Any]) -> int:
     os.close(nothing)
     from tests.chaos import roles
 
+    if "prepare" in order:
+        module, _, function = order["prepare"].partition(":")
+        getattr(importlib.import_module(module), function)(order)
     return roles.run(order)
 
 

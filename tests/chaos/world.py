@@ -235,8 +235,8 @@ class World:
 
     # ---- processes -------------------------------------------------------------------------------------------
 
-    def start(self, role: Role, *sets: str, is_target: bool = True) -> Member:
-        """Start a role process through its proxies."""
+    def start(self, role: Role, *sets: str, is_target: bool = True, **facts: object) -> Member:
+        """Start a role process through its proxies. ``facts`` are for what its order says to ``prepare`` with."""
         self.started += 1
         url = self.rabbitmq.url.replace(f":{self.rabbitmq.port}/", f":{self.amqp[role].port}/")
         settings = (
@@ -253,6 +253,7 @@ class World:
             "token_s": self.token_s,
             "is_target": is_target,
             "mutant": self.mutant,
+            **facts,
         }
         member = Member(role, self.nursery.start(log, order), log, is_target)
         self.members.append(member)
