@@ -102,8 +102,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 
 @pytest.fixture
-def spotgrpo(tmp_path: Path) -> Callable[..., Result]:
-    """``spotgrpo dead VERB CONFIG ARGS...``."""
+def spotgrpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """``spotgrpo dead VERB CONFIG ARGS...``; logging is the whole process's, so it is left alone."""
+    monkeypatch.setattr("spotgrpo.cli.options.configure_logging", lambda *_: None)
     config = tmp_path / "run.toml"
     config.write_text(TOML)
 
