@@ -135,7 +135,9 @@ def test_a_publisher_that_is_refused_for_good_ends_the_learner(
         world.learner(config_of()).run()
 
 
-def test_rule_7_a_deposed_learner_ends_though_it_cannot_get_the_leader_queue_back(world: World) -> None:
+def test_rule_7_a_deposed_learner_ends_though_it_cannot_get_the_leader_queue_back(
+    world: World,
+) -> None:
     """And it leaves the new one's dead letters alone: its own books do not know their tasks."""
     learner = Background(world.learner(config_of()).run)
     until(has_issued(world))
