@@ -2,6 +2,7 @@
 #
 #   make demo      train SmolLM2 through RabbitMQ and a bucket        ENGINE=vllm|transformers SEED=n
 #   make test      the test suite                                     ARGS="-k staleness"
+#   make chaos     kill everything at every point, and count       SEED=n ARGS="--repeats 1"
 #   make check     formats, lint, types, import directions
 #   make bench     every script under benchmarks/, quickly
 #   make services  a private RabbitMQ and S3 server until Ctrl-C
@@ -31,7 +32,7 @@ DEV := $(STAMPS)/dev
 PACKAGE := $(STAMPS)/package
 DEMO_FLAGS := $(if $(ENGINE),--engine $(ENGINE)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help demo test check bench services clean env env-dev broker
+.PHONY: help demo test chaos check bench services clean env env-dev broker
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -44,6 +45,9 @@ services: env broker
 
 test: env-dev broker
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+chaos: env-dev broker
+	@$(BIN)/python -m tests.chaos.soak $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: env-dev
 	$(BIN)/ruff format --check .

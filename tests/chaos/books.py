@@ -34,15 +34,13 @@ class Books:
     """The books of one run, read again and again while it goes on.
 
     Args:
-        records: folder of the learners' records.
-        confirmed: folder of the workers' logs.
+        folder: where the roles write down what they did: ``records``, ``confirmed``, ``adapters``.
         max_staleness, seed: of the run.
     """
 
     store: ObjectStore
     keys: Keys
-    records: Path
-    confirmed: Path
+    folder: Path
     max_staleness: int
     seed: int = 0
     chain: list[Ledger] = field(default_factory=list)
@@ -83,6 +81,7 @@ class Books:
         self._check_versions()
         self._check_confirmed()
         self._check_trained()
+        self._check_adapters()
 
     def lost(self) -> list[str]:
         """Tasks that were issued, and groups that the broker confirmed, of which the books know nothing."""
@@ -120,7 +119,7 @@ class Books:
     def _confirmed(self) -> set[TaskId]:
         return {
             TaskId.parse(line.split()[0])
-            for path in self.confirmed.glob("*.log")
+            for path in (self.folder / "confirmed").glob("*.log")
             for line in path.read_text().splitlines()
         }
 
@@ -144,9 +143,23 @@ class Books:
             found = list(zip(rollout.token_ids.tolist(), rollout.logprobs.tolist(), strict=True))
             assert found == wanted, f"task {group.task_id} holds tokens that nobody sampled so"
 
+    def _check_adapters(self) -> None:
+        """What a worker loaded under a version's name is what the learner stored under it."""
+        stored = self._digests("stored")
+        for version, digests in self._digests("loaded").items():
+            assert digests <= stored.get(version, set()), f"{version} is served from other bytes"
+
+    def _digests(self, what: str) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for path in (self.folder / "adapters").glob(f"{what}.*"):
+            for line in path.read_text().splitlines():
+                version, digest = line.split()
+                found.setdefault(version, set()).add(digest)
+        return found
+
     def _read_records(self) -> None:
         """Epoch of the learner and task -> the body that it was stepped on last; what is new in the files."""
-        for path in self.records.glob("*.msgpack"):
+        for path in (self.folder / "records").glob("*.msgpack"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 unpacker = msgpack.Unpacker(raw=False, max_buffer_size=1 << 30)

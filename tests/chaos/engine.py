@@ -15,6 +15,7 @@ from pathlib import Path
 from spotgrpo.producer.engines.base import Chunk, EngineSpec, GenerationRequest
 from spotgrpo.producer.engines.transformers import TransformersEngine
 from spotgrpo.shared.ids import PolicyVersion
+from spotgrpo.shared.manifest import ADAPTER_WEIGHTS, sha256_hex
 from spotgrpo.shared.wire import Float32Array
 from tests.tools.scripted_engine import ScriptedEngine
 
@@ -23,22 +24,26 @@ class PacedEngine(ScriptedEngine):
     """See the module.
 
     Args:
-        stalled: a file; while it exists, no token comes.
-        journal: file that a line is appended to for every continued request: task, seed, first position, version.
+        folder: of the world; what was loaded and carried on is written down there.
     """
 
     name = "paced"
 
-    def __init__(self, spec: EngineSpec, token_s: float, stalled: Path, journal: Path) -> None:
+    def __init__(self, spec: EngineSpec, token_s: float, folder: Path) -> None:
         super().__init__(token_s=token_s, max_versions=spec.max_versions + 1)
         self._real = TransformersEngine(spec)
-        self._stalled, self._journal = stalled, journal
+        self._stalled = folder / f"stalled.{os.getpid()}"  # while it is there, no token comes
+        self._journal = folder / "continued.jsonl"
+        self._loads = folder / "adapters" / f"loaded.{os.getpid()}"
 
     async def start(self) -> None:
         await self._real.start()
 
     async def load(self, version: PolicyVersion, folder: Path) -> int:
         await super().load(version, folder)
+        digest = sha256_hex((folder / ADAPTER_WEIGHTS).read_bytes())
+        with self._loads.open("a") as file:
+            file.write(f"{version} {digest}\n")
         try:
             return await self._real.load(version, folder)
         except BaseException:

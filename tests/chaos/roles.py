@@ -1,8 +1,8 @@
 """What a role process of the chaos runs does beside its work: it dies where it is told to, and writes down what it did.
 
-The role itself is the command that a user types. Four things are put around it: the paced engine in place of one
-that needs a GPU; an observer of ``shared.steps`` that carries out what is armed; a record of every group that the
-trainer was stepped on; a line for every group that the broker confirmed.
+The role itself is the command that a user types. Put around it are the paced engine in place of one that needs a
+GPU; an observer of ``shared.steps`` that carries out what is armed; a record of every group that the trainer was
+stepped on and of every version's weights; a line for every group that the broker confirmed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import msgpack
 
 from spotgrpo.consumer import learner as learner_module
 from spotgrpo.consumer import run as learner_run
+from spotgrpo.consumer.commit import BucketWriter, NewVersion, Stored
 from spotgrpo.producer import run as worker_run
 from spotgrpo.producer.engines.base import Engine, EngineSpec
 from spotgrpo.shared import steps
+from spotgrpo.shared.manifest import ADAPTER_WEIGHTS, sha256_hex
 from spotgrpo.shared.ports import Message
 from spotgrpo.shared.rabbitmq.publisher import RabbitMQPublisher
 from spotgrpo.shared.wire import Group, encode_group
@@ -45,6 +47,7 @@ def run(order: dict[str, Any]) -> int:
     _put_engine(folder, order["token_s"])
     _record_confirms(folder / "confirmed" / f"{os.getpid()}.log")
     _record_steps(folder / "records" / f"{os.getpid()}.msgpack")
+    _record_adapters(folder / "adapters" / f"stored.{os.getpid()}")
     if order["mutant"]:
         mutants.MUTANTS[order["mutant"]].install()
     from spotgrpo.cli.main import app
@@ -99,7 +102,7 @@ def leave_witness(path: Path, **facts: object) -> None:
 
 def _put_engine(folder: Path, token_s: float) -> None:
     def make(_name: str, spec: EngineSpec) -> Engine:
-        return PacedEngine(spec, token_s, folder / "stalled", folder / "continued.jsonl")
+        return PacedEngine(spec, token_s, folder)
 
     worker_run.make_engine = make
 
@@ -121,6 +124,18 @@ def _append(path: Path, line: bytes, done: Future[None]) -> None:
     if done.exception() is None:
         with path.open("ab", buffering=0) as file:
             file.write(line)
+
+
+def _record_adapters(path: Path) -> None:
+    """The digest of every version's weights as the learner means to store them."""
+    plain = BucketWriter.store_version
+
+    def store_version(self: BucketWriter, new: NewVersion) -> Stored:
+        with path.open("a") as file:
+            file.write(f"{new.version} {sha256_hex(new.files[ADAPTER_WEIGHTS])}\n")
+        return plain(self, new)
+
+    BucketWriter.store_version = store_version  # type: ignore[method-assign]
 
 
 def _record_steps(path: Path) -> None:

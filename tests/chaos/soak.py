@@ -16,10 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.cells import CELLS, Cell
-from tests.chaos.world import World
+from tests.chaos.cells import CELLS, WIPED, Cell
+from tests.chaos.mutants import MUTANTS, Mutant
+from tests.chaos.world import NEVER_S, World
 
 REPEATS = 4
+WIPED_REISSUE_S = 3.0
+MUTANT_REPEATS = 3
+MUTANT_PATIENCE_S = 25.0
 
 
 @dataclass
@@ -98,29 +102,71 @@ def matrix(tried: Sequence[Tried]) -> str:
     return "\n".join(lines)
 
 
+def run(cells: Sequence[Cell], args: argparse.Namespace, reissue_after_s: float) -> list[Tried]:
+    """A world, a run in it, its faults and its end."""
+    order = schedule(cells, args.repeats, args.seed)
+    folder = Path(tempfile.mkdtemp(prefix="spotgrpo-chaos-"))
+    print(
+        f"seed {args.seed}: {len(order)} faults in {len(cells)} cells; logs in {folder}", flush=True
+    )
+    with World(folder, reissue_after_s=reissue_after_s) as world:
+        tried = soak(world, order, args.seed, say=True)
+        lost, duplicated = end(world)
+    counts = world.books.chain[-1].counts
+    print(f"{counts.settled} groups settled, {counts.duplicate} copies of groups told apart\n")
+    tried[-1].lost += len(lost)
+    tried[-1].duplicated += len(duplicated)
+    return tried
+
+
+def caught(name: str, mutant: Mutant) -> str | None:
+    """What a broken rule is found out by; None where every fault passes."""
+    cells = [cell for cell in CELLS if str(cell) in mutant.cells]
+    assert len(cells) == len(mutant.cells), f"{name} names a cell that there is not"
+    folder = Path(tempfile.mkdtemp(prefix=f"spotgrpo-mutant-{name}-"))
+    try:
+        with World(folder, mutant=name, patience_s=MUTANT_PATIENCE_S) as world:
+            soak(world, cells * MUTANT_REPEATS, 0, say=False)
+            lost, duplicated = end(world)
+    except AssertionError as exc:
+        return next(iter(str(exc).splitlines()), "an invariant")
+    return f"lost {lost} duplicated {duplicated}" if lost or duplicated else None
+
+
+def try_mutants(only: str) -> int:
+    """Break every rule in turn; 0 where each was found out."""
+    missed = 0
+    for name, mutant in MUTANTS.items():
+        if only in name:
+            by = caught(name, mutant)
+            missed += by is None
+            print(f"| {mutant.what} | {by or 'NOT CAUGHT'} |", flush=True)
+    return 1 if missed else 0
+
+
 def main() -> int:
     """Run the soak; 0 where nothing was lost or duplicated."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the order and of every fault")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="times that each cell fires")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
-    parser.add_argument("--mutant", default="", help="break this rule in every role")
+    parser.add_argument("--only", default="", help="cells or mutants whose name contains this")
+    parser.add_argument("--mutants", action="store_true", help="break the rules, one at a time")
     parser.add_argument("--matrix", type=Path, help="write the matrix here, as Markdown")
     args = parser.parse_args()
-    cells = [cell for cell in CELLS if args.only in str(cell)]
-    order = schedule(cells, args.repeats, args.seed)
-    folder = Path(tempfile.mkdtemp(prefix="spotgrpo-chaos-"))
-    print(f"seed {args.seed}: {len(order)} faults in {len(cells)} cells; logs in {folder}")
-    with World(folder, mutant=args.mutant) as world:
-        tried = soak(world, order, args.seed, say=True)
-        lost, duplicated = end(world)
-    places = {(cell.fault, cell.point): place for place, cell in enumerate(CELLS)}
+    if args.mutants:
+        return try_mutants(args.only)
+    tried: list[Tried] = []
+    for cells, reissue_after_s in ((CELLS, NEVER_S), (WIPED, WIPED_REISSUE_S)):
+        chosen = [cell for cell in cells if args.only in str(cell)]
+        if chosen:
+            tried += run(chosen, args, reissue_after_s)
+    places = {(cell.fault, cell.point): place for place, cell in enumerate((*CELLS, *WIPED))}
     found = matrix(sorted(tried, key=lambda row: places[row.fault, row.point]))
     if args.matrix is not None:
         args.matrix.write_text(found + "\n")
-    copies = world.books.chain[-1].counts.duplicate
-    print(f"\n{found}\n\n{len(order)} faults; {copies} copies of groups came and were told apart")
-    print(f"lost {len(lost)} duplicated {len(duplicated)}")
+    print(f"{found}\n\n{sum(row.times for row in tried)} faults")
+    lost, duplicated = sum(row.lost for row in tried), sum(row.duplicated for row in tried)
+    print(f"lost {lost} duplicated {duplicated}")
     return 1 if lost or duplicated else 0
 
 

@@ -40,6 +40,7 @@ HEARTBEAT_S = 2
 DEAD_AFTER_S = 3 * HEARTBEAT_S + 1.0
 """A link is dead for the broker after two to three heartbeats."""
 FIRING_S = 40.0
+NEVER_S = 86_400.0
 RECOVERY_S = 90.0
 POLL_S = 0.02
 FENCED = 4
@@ -79,7 +80,7 @@ max_new_tokens = 8
 max_steps = 1000000
 groups_per_step = 4
 max_staleness = 2
-reissue_after_s = 8
+reissue_after_s = {reissue_after_s}
 learning_rate = 1e-3
 threads = 1
 [worker]
@@ -147,6 +148,10 @@ class Member:
     def process(self) -> psutil.Process:
         return psutil.Process(self.pid)
 
+    def said(self, text: str) -> int:
+        """How often its log has ``text``."""
+        return self.log.read_text(errors="replace").count(text) if self.log.exists() else 0
+
 
 @dataclass
 class World:
@@ -155,6 +160,9 @@ class World:
     Args:
         workers: how many to keep; one of them is never the target of a fault.
         standby: keep a second learner waiting.
+        reissue_after_s: the default is longer than any run here: whatever is lost is lost for good then, and the run
+            hangs. Only a broker's lost disk needs tasks to be published again, and has a world of its own.
+        patience_s: how long a recovery may take.
         mutant: name of a rule to break in every role.
     """
 
@@ -162,6 +170,8 @@ class World:
     workers: int = 3
     standby: bool = True
     token_s: float = FAST_TOKEN_S
+    reissue_after_s: float = NEVER_S
+    patience_s: float = RECOVERY_S
     mutant: str = ""
     run: str = "chaos"
     sets: tuple[str, ...] = ()
@@ -183,7 +193,7 @@ class World:
         self._stack.close()
 
     def _open(self) -> None:
-        for name in ("armed", "witness", "records", "confirmed", "logs"):
+        for name in ("armed", "witness", "records", "confirmed", "adapters", "logs"):
             (self.folder / name).mkdir(parents=True)
         self.rabbitmq = PrivateRabbitMQ(self.folder / "rabbitmq")
         self.s3 = PrivateS3(self.folder / "s3")
@@ -205,8 +215,7 @@ class World:
         self.books = Books(
             self.store,
             self.keys,
-            self.folder / "records",
-            self.folder / "confirmed",
+            self.folder,
             self.config.train.max_staleness,
         )
 
@@ -226,6 +235,7 @@ class World:
         settings = {
             "run": self.run,
             "folder": self.folder,
+            "reissue_after_s": self.reissue_after_s,
             "heartbeat_s": HEARTBEAT_S,
             "bucket": self.s3.bucket,
             "key": self.s3.access_key_id,
@@ -392,9 +402,11 @@ class World:
     def recover(self, before: set[Any]) -> None:
         """Wait until every task of ``before`` is settled and another version is durable."""
         version = self.version()
-        self.wait_for("a new version", lambda: self.version() > version)
+        self.wait_for("a new version", lambda: self.version() > version, self.patience_s)
         self.wait_for(
-            "the tasks of before the fault to be settled", lambda: not before & self.outstanding()
+            "the tasks of before the fault to be settled",
+            lambda: not before & self.outstanding(),
+            self.patience_s,
         )
 
     def note_size(self) -> None:
