@@ -1,0 +1,100 @@
+"""Workers that count what they generate, for measuring what a kill costs.
+
+``install`` is for the ``prepare`` of an order (see ``nursery``). It puts three things around a worker: tokens that
+come by the clock, a count of them that survives SIGKILL, and the time at which each group was confirmed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from spotgrpo.producer.engines.base import Chunk, GenerationRequest
+from tests.chaos import roles
+from tests.chaos.engine import PacedEngine
+
+
+class Meter:
+    """What a worker has generated, in a mapped file: what was written is there even after SIGKILL."""
+
+    def __init__(self, values: np.memmap[Any, np.dtype[np.float64]]) -> None:
+        self._values = values
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        path.parent.mkdir(exist_ok=True)
+        return cls(np.memmap(path, np.float64, "w+", shape=(2,)))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(np.memmap(path, np.float64, "r", shape=(2,)))
+
+    @property
+    def tokens(self) -> int:
+        return int(self._values[0])
+
+    @property
+    def first_token_at(self) -> float:
+        """Unix seconds; 0 before it."""
+        return float(self._values[1])
+
+    def add(self, tokens: int) -> None:
+        if not self._values[0]:
+            self._values[1] = time.time()
+        self._values[0] += tokens
+
+
+class MeteredEngine(PacedEngine):
+    """A paced engine whose tokens come by the clock: a loop that was held up makes up for it at once.
+
+    So the rate of a worker does not depend on how busy the machine is, and a killed one makes the others no faster.
+
+    Args:
+        meter: counts every token.
+        ready_at: Unix seconds before which it does not start: the load time of a real engine.
+    """
+
+    def __init__(self, *args: Any, meter: Meter, ready_at: float) -> None:
+        super().__init__(*args)
+        self._meter, self._ready_at = meter, ready_at
+        self._due: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
+
+    async def start(self) -> None:
+        await super().start()
+        await asyncio.sleep(max(0.0, self._ready_at - time.time()))
+
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        async for chunk in super().submit(request):
+            self._meter.add(len(chunk.token_ids))
+            yield chunk
+
+    async def pause(self) -> None:
+        """Until the next token of the request is due; each request has a task of its own."""
+        request = asyncio.current_task()
+        assert request is not None
+        due = self._due.get(request, time.monotonic()) + self.token_s
+        self._due[request] = due
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+
+def install(order: dict[str, Any]) -> None:
+    """Meter the worker that ``order`` is for; it holds ``ready_at``."""
+    meter = Meter.create(Path(order["folder"]) / "meters" / str(os.getpid()))
+    roles.PacedEngine = functools.partial(  # type: ignore[assignment,misc]
+        MeteredEngine, meter=meter, ready_at=order["ready_at"]
+    )
+    plain = roles._append
+
+    def append(path: Path, line: bytes, done: Future[None]) -> None:
+        plain(path, line.rstrip() + f" {time.time():.6f}\n".encode(), done)
+
+    roles._append = append
