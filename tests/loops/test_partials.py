@@ -155,7 +155,7 @@ def test_a_drained_group_carries_on_where_it_stood_and_no_token_is_sampled_twice
         (partial,) = partials(bench)
         assert partial.tokens == first.sampled.total() < 2 * TOKENS
         assert bench.ready(bench.queues.tasks) == 1
-        assert leaver._values(bench.publisher)["partials_saved"] == 1
+        assert leaver._values()["partials_saved"] == 1
         (group,), worker = await finished(bench, second)
         for seed in (0, 1):
             expect_scripted(group, [VersionRun(V0, TOKENS)], seed)
@@ -165,7 +165,7 @@ def test_a_drained_group_carries_on_where_it_stood_and_no_token_is_sampled_twice
             assert group.rollouts[seed].logprobs[:k].tobytes() == kept.logprobs.tobytes()
         both = first.sampled + second.sampled
         assert both == Counter({("00000000.1", s, p): 1 for s in (0, 1) for p in range(TOKENS)})
-        values = worker._values(bench.publisher)
+        values = worker._values()
         assert (values["partials_resumed"], values["partials_stale"]) == (1, 0)
         assert values["tokens_resumed"] == partial.tokens
         assert bench.ready(bench.queues.tasks) == 0
@@ -220,7 +220,7 @@ def test_a_partial_that_is_too_stale_begins_afresh_and_is_counted(bench: Bench) 
         (group,), worker = await finished(bench, engine)
         expect_scripted(group, [VersionRun(PolicyVersion(1, 3), TOKENS)], 0)
         assert engine.sampled.total() == 2 * TOKENS
-        values = worker._values(bench.publisher)
+        values = worker._values()
         assert (values["partials_resumed"], values["partials_stale"]) == (0, 1)
 
     run(story)
@@ -253,7 +253,7 @@ def test_a_bucket_that_takes_no_partial_does_not_keep_the_task(
         troubled.error, troubled.is_silent = None, False
         groups, worker = await finished(bench, Recording(), 4)
         assert len(groups) == 4
-        assert worker._values(bench.publisher)["partials_stale"] == 0
+        assert worker._values()["partials_stale"] == 0
 
     run(story)
     if fault == "refuses":
@@ -301,7 +301,7 @@ def test_a_worker_that_is_killed_without_a_notice_leaves_no_partial(bench: Bench
         (group,), worker = await finished(bench, Recording())
         expect_scripted(group, [VersionRun(V0, TOKENS)], 0)
         assert not partials(bench)
-        assert worker._values(bench.publisher)["partials_stale"] == 0
+        assert worker._values()["partials_stale"] == 0
 
     run(story)
 

@@ -104,7 +104,7 @@ def test_workers_that_are_connected_and_silent(
         ({"state": "waiting for a version"}, "1 of 1 wait for a version"),
         ({"state": "publishing blocked", "tasks": 1}, "1 of 1 cannot publish"),
         (
-            {"state": "generating", "tasks": 2, "inflight": 0},
+            {"state": "scoring", "tasks": 2, "inflight": 0},
             "1 of 1 have generated and wait for rewards",
         ),
         (

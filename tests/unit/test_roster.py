@@ -52,6 +52,17 @@ def test_a_worker_is_seen_for_a_minute_after_its_last_report() -> None:
     assert [one.worker for one in roster.seen()] == ["a", "b"]
 
 
+def test_a_worker_that_said_goodbye_is_not_seen_but_remembered() -> None:
+    clock = Clock()
+    roster = Roster(None, clock)
+    for name in ("a", "b"):
+        roster.heard(report(name))
+    roster.heard(report("b", state="left"))
+    assert [one.worker for one in roster.seen()] == ["a"]
+    assert roster.last is not None
+    assert roster.last.has_left
+
+
 def test_workers_that_come_and_go_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     roster = Roster(None, clock)
@@ -70,7 +81,7 @@ def test_workers_that_come_and_go_do_not_fill_the_memory(monkeypatch: pytest.Mon
     "values",
     [
         {"state": "x\n2026 ERROR forged\x1b[2J" + "y" * 10_000, "inflight": "many", "tasks": None},
-        {"state": {"a": 1}, "version": [1, 2], "inflight": 1.5},
+        {"state": {"a": 1}, "version": [1, 2], "inflight": 1.5, "refused_why": "\n" * 1000},
         {},
     ],
 )
@@ -78,9 +89,9 @@ def test_what_a_worker_says_is_kept_short_and_printable(values: dict[str, Json])
     roster = Roster(None, Clock())
     roster.heard(Report("w\n", "worker", 0.0, values))
     (seen,) = roster.seen()
-    for text in (seen.worker, seen.state, seen.version or ""):
+    for text in (seen.worker, seen.state, seen.version or "", seen.refused_why):
         assert text.isprintable()
-        assert len(text) <= 80
+        assert len(text) <= 160
     assert seen.inflight == seen.tasks == 0
 
 
@@ -158,9 +169,23 @@ WAITS: dict[str, Json] = {"state": "waiting for a version", "version": None}
         ("2 of 3 wait for a version", scene(WAITS, BUSY, WAITS)),
         ("1 of 3 generate", scene(WAITS, BUSY, WAITS)),
         ("1 of 1 cannot publish: the broker", scene({"state": "publishing blocked"})),
-        ("1 of 1 have generated and wait for rewards", scene({"inflight": 0, "tasks": 2})),
+        ("1 of 1 generate", scene({"inflight": 0, "tasks": 2})),
         ("1 of 1 have generated and wait for rewards", scene({"state": "scoring"})),
+        ("1 of 1 wait for the bucket to take a group", scene({"state": "storing"})),
+        ("1 of 1 wait for the broker to confirm", scene({"state": "publishing"})),
+        (
+            "2 of 2 begin tasks",
+            scene({"state": "looking for partials"}, {"state": "waiting for room"}),
+        ),
         ("1 of 1 were told to stop", scene({"state": "draining"})),
+        (
+            "w0 generating, v1 (refused: v00000002.e0001: probe), 0 in flight",
+            scene({"refused_why": "v00000002.e0001: probe"}),
+        ),
+        (
+            "no worker is left, the last left 90 s ago: start one",
+            scene(last=Sighting.of(report(state="left"), 10.0)),
+        ),
         ("1 of 1 are idle and no task waits", scene({"state": "idle"}, ready=0)),
         ("1 of 1 are idle though tasks wait", scene({"state": "idle"}, ready=2)),
         ("1 of 1 do something else", scene({"state": "dancing"})),

@@ -24,7 +24,10 @@ MOST_WORKERS: Final = 4096
 MOST_AT_ONCE: Final = 1000
 """Reports taken in at one look, so that a flood of them holds no step up."""
 LONGEST: Final = 80
+LONGEST_WHY: Final = 160
 """Characters of what a worker says that are kept."""
+LEFT: Final = "left"
+"""The state in a worker's last report."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,11 @@ class Sighting:
 
     Attributes:
         at: when the learner heard it, by its own clock: those of other machines may be wrong.
-        state: in the worker's words: idle, generating, waiting for a version, …
+        state: in the worker's words: idle, generating, scoring, waiting for a version, …, and at last left.
         version: that it serves, None before the first.
         inflight: sequences in its engine.
         tasks: in its hands.
+        refused_why: why it does not serve the newest version; empty where it does.
     """
 
     worker: str
@@ -45,6 +49,7 @@ class Sighting:
     version: str | None
     inflight: int
     tasks: int
+    refused_why: str = ""
 
     @classmethod
     def of(cls, report: Report, at: float) -> Sighting:
@@ -57,7 +62,13 @@ class Sighting:
             version=None if version is None else _plain(version),
             inflight=_count(values.get("inflight")),
             tasks=_count(values.get("tasks")),
+            refused_why=_plain(values.get("refused_why") or "", LONGEST_WHY),
         )
+
+    @property
+    def has_left(self) -> bool:
+        """It said goodbye: no more is to be heard of it."""
+        return self.state == LEFT
 
 
 class Roster:
@@ -111,9 +122,10 @@ class Roster:
             del self._sightings[worker]
 
     def seen(self) -> list[Sighting]:
-        """Workers that reported within the last minute, the newest report first."""
+        """Workers that reported within the last minute and have not left, the newest report first."""
         now = self._clock()
-        return [one for one in reversed(self._sightings.values()) if now - one.at <= SEEN_S]
+        newest_first = reversed(self._sightings.values())
+        return [one for one in newest_first if now - one.at <= SEEN_S and not one.has_left]
 
     @property
     def last(self) -> Sighting | None:
@@ -121,9 +133,9 @@ class Roster:
         return next(reversed(self._sightings.values()), None)
 
 
-def _plain(value: Json) -> str:
+def _plain(value: Json, longest: int = LONGEST) -> str:
     """Short and printable: it goes into the log as it is, and comes from another machine."""
-    return "".join(one if one.isprintable() else "?" for one in str(value)[:LONGEST])
+    return "".join(one if one.isprintable() else "?" for one in str(value)[:longest])
 
 
 def _count(value: Json) -> int:

@@ -13,12 +13,27 @@ from spotgrpo.shared.ports import QueueDepth
 SHOWN: Final = 4
 """Workers whose last reports are shown."""
 
-Doing = Literal["waiting", "blocked", "scoring", "leaving", "generating", "idle", "other"]
+Doing = Literal[
+    "waiting",
+    "blocked",
+    "scoring",
+    "storing",
+    "publishing",
+    "leaving",
+    "beginning",
+    "generating",
+    "idle",
+    "other",
+]
 STATES: Final[dict[str, Doing]] = {
     "waiting for a version": "waiting",
     "publishing blocked": "blocked",
     "scoring": "scoring",
+    "storing": "storing",
+    "publishing": "publishing",
     "draining": "leaving",
+    "looking for partials": "beginning",
+    "waiting for room": "beginning",
     "generating": "generating",
     "idle": "idle",
 }
@@ -26,7 +41,10 @@ CLAUSES: Final[dict[Doing, str]] = {
     "waiting": "wait for a version: they cannot get it from the bucket, or refuse it; their logs say which",
     "blocked": "cannot publish: the broker holds publishers back (memory or disk alarm), or the rollouts queue is full",
     "scoring": "have generated and wait for rewards: a reward function is slow or hangs (worker.reward_timeout_s)",
+    "storing": "wait for the bucket to take a group that is too big for a message",
+    "publishing": "wait for the broker to confirm their groups",
     "leaving": "were told to stop and are leaving",
+    "beginning": "begin tasks",
     "generating": "generate",
     "idle": "are idle",
     "other": "do something else",
@@ -84,12 +102,12 @@ class Scene:
         if tasks.consumers:
             return "they are connected, but silent: starting, hanging, or their reports do not get here"
         if self.last is not None:
-            gone = self.now - self.last.at
-            return f"no worker is left, the last was heard {gone:.0f} s ago: {START_ONE}"
+            gone, end = self.now - self.last.at, "left" if self.last.has_left else "was heard"
+            return f"no worker is left, the last {end} {gone:.0f} s ago: {START_ONE}"
         return f"no worker has been seen: {START_ONE}"
 
     def _clauses(self, tasks: QueueDepth) -> list[str]:
-        doing = [_doing(one) for one in self.seen]
+        doing = [STATES.get(one.state, "other") for one in self.seen]
         found = []
         for what, clause in CLAUSES.items():
             count = doing.count(what)
@@ -108,10 +126,5 @@ class Scene:
 
     def _report(self, one: Sighting) -> str:
         version = one.version or "no version"
-        return f"{one.worker} {one.state}, {version}, {one.inflight} in flight, {self.now - one.at:.0f} s ago"
-
-
-def _doing(one: Sighting) -> Doing:
-    """A worker that says that it generates with nothing in its engine has rewards or a confirm to wait for."""
-    doing = STATES.get(one.state, "other")
-    return "scoring" if doing == "generating" and one.tasks and not one.inflight else doing
+        refused = f" (refused: {one.refused_why})" if one.refused_why else ""
+        return f"{one.worker} {one.state}, {version}{refused}, {one.inflight} in flight, {self.now - one.at:.0f} s ago"

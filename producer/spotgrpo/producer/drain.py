@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from spotgrpo.producer.activity import Stage
 from spotgrpo.producer.partials import Partials, marked_again
 from spotgrpo.producer.patience import Patience
 from spotgrpo.producer.sampler import Draft, Sampler
@@ -37,6 +38,7 @@ class Job:
         is_again: another worker may have begun it.
         drafts: its rollouts, from when sampling began.
         work: what brings it from version to ack.
+        stage, since: how far it has come, and when (monotonic seconds) it came there.
     """
 
     task: Task
@@ -45,6 +47,12 @@ class Job:
     is_again: bool
     drafts: list[Draft] = field(default_factory=list)
     work: asyncio.Task[None] | None = None
+    stage: Stage = Stage.RECALLING
+    since: float = field(default_factory=time.monotonic)
+
+    def enter(self, stage: Stage) -> None:
+        """It has come to ``stage`` now."""
+        self.stage, self.since = stage, time.monotonic()
 
     @property
     def is_sampled(self) -> bool:

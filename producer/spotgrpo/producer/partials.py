@@ -7,6 +7,7 @@ bucket may fail here as it likes: a partial that cannot be stored or read costs 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import threading
@@ -118,7 +119,7 @@ class Partials:
         self._max_staleness = max_staleness
         self._numbers = itertools.count(1)
         self._turn = asyncio.Semaphore(AT_ONCE)
-        self._is_refused = False
+        self._is_refused = self._is_troubled = False
         self.counts = PartialCounts()
 
     async def find(self, task: Task) -> Sequence[Partial]:
@@ -127,13 +128,18 @@ class Partials:
             async with asyncio.timeout(2 * FIND_S), self._turn:
                 found = await _in_thread(lambda: self._read_all(task))
         except (TimeoutError, SpotGRPOError) as exc:
-            log.warning(
-                "cannot look for partials of task %s, it begins afresh: %s",
-                task.task_id,
-                str(exc) or "the bucket does not answer",
-            )
+            self._note_trouble(str(exc) or "the bucket does not answer")
             return ()
+        self._note_trouble("")
         return [partial for partial in found if partial.tokens]
+
+    def _note_trouble(self, why: str) -> None:
+        """Said once when it begins and once when it is over: in a long outage every task would have a line."""
+        if why and not self._is_troubled:
+            log.warning("cannot look for partials, tasks begin afresh: %s", why)
+        elif self._is_troubled and not why:
+            log.info("partials can be looked for again")
+        self._is_troubled = bool(why)
 
     def begin(self, task: Task, found: Sequence[Partial], version: PolicyVersion) -> list[Draft]:
         """The drafts to sample from under ``version``: carried on where that can be trained, else empty ones."""
@@ -189,20 +195,24 @@ class Partials:
     def _create(self, key: str, body: bytes, give_up_at: float) -> None:
         """The same bytes each time, so that one whose answer was lost may be stored already."""
         left_s = max(0.0, give_up_at - time.monotonic())
-        retry(f"storing {key}", lambda: self._store.create(key, body), deadline_s=left_s)
+        create = functools.partial(self._store.create, key, body)
+        retry(f"storing {key}", create, deadline_s=left_s, level=logging.DEBUG)
 
     def _read_all(self, task: Task) -> list[Partial]:
         prefix = self._keys.partials_of(task.task_id)
-        listed = retry(
-            f"listing {prefix}", lambda: list(self._store.list(prefix)), deadline_s=FIND_S
-        )
+        listed = self._asked(f"listing {prefix}", lambda: list(self._store.list(prefix)))
         newest = sorted(listed, key=lambda info: info.modified, reverse=True)[:MOST_READ]
         found = [self._read(info.key, task) for info in newest if info.size <= MAX_OBJECT_BYTES]
         return [partial for partial in found if partial is not None]
 
+    @staticmethod
+    def _asked(what: str, call: Callable[[], T]) -> T:
+        """Who asked says that it failed, so that the tries need no lines."""
+        return retry(what, call, deadline_s=FIND_S, level=logging.DEBUG)
+
     def _read(self, key: str, task: Task) -> Partial | None:
         try:
-            stored = retry(f"reading {key}", lambda: self._store.get(key), deadline_s=FIND_S)
+            stored = self._asked(f"reading {key}", lambda: self._store.get(key))
             partial = decode_partial(stored.body)
         except NotStored:  # the learner has settled the task meanwhile
             return None

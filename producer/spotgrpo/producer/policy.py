@@ -47,6 +47,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONGEST_PAUSE_S = 30.0
+LONGEST_WHY = 120
+"""Characters of a reason that a report carries."""
 FINISHED_GRACE_S = 60.0
 """A run that was finished when the worker came may be about to be resumed; after this it is believed."""
 
@@ -79,6 +81,10 @@ class PolicyWatcher:
         poll_s: between two looks at ``latest.json``.
         keep: versions that the engine holds at most.
         finished_grace_s: how long a run that was never seen unfinished is watched before ``finished`` is set.
+
+    Attributes:
+        refused_why: why the newest version is not served; empty where it is.
+        trouble: why nothing can be learned of versions now; empty where it can.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class PolicyWatcher:
         self._store, self._keys, self._engine, self._document = store, keys, engine, document
         self._cache_dir, self._poll_s, self._keep = cache_dir, poll_s, keep
         self._loaded: dict[PolicyVersion, Adopted] = {}
-        self._refused: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._etag: str | None = None
         self._woken = asyncio.Event()
         self._released = asyncio.Event()
@@ -108,6 +114,8 @@ class PolicyWatcher:
         self.current: Adopted | None = None
         self.finished = asyncio.Event()
         self.counts = Adoptions()
+        self.refused_why = ""
+        self.trouble = ""
 
     def wake(self) -> None:
         """Look at ``latest.json`` now. To be called on the event loop."""
@@ -115,27 +123,33 @@ class PolicyWatcher:
 
     async def run(self) -> None:
         """Watch for ever. Only an engine that dies ends it, with its error."""
-        troubled = False
         pause = self._poll_s
         while True:
             try:
                 await self._look()
                 self._judge_finished()
-                if troubled:
-                    log.info("new versions can be had again")
-                troubled, pause = False, self._poll_s
+                self._note_answer()
+                pause = self._poll_s
             except TransientError as exc:
-                if not troubled:
-                    log.warning(
-                        "%s; going on with %s",
-                        exc,
-                        self.current.version if self.current else "no version yet",
-                    )
-                troubled, pause = True, min(2 * pause, LONGEST_PAUSE_S)
+                self._note_trouble(exc)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
             except NotStored as exc:
                 log.debug("superseded while it was read: %s", exc)
                 self._etag = None
+                self._note_answer()
             await self._pause(pause * random.uniform(0.8, 1.2))
+
+    def _note_trouble(self, error: TransientError) -> None:
+        """Said once; the version that is served stays, for as long as it takes."""
+        if not self.trouble:
+            served = self.current.version if self.current else "no version yet"
+            log.warning("%s; going on with %s", error, served)
+        self.trouble = str(error)
+
+    def _note_answer(self) -> None:
+        if self.trouble:
+            log.info("new versions can be had again")
+        self.trouble = ""
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -182,17 +196,19 @@ class PolicyWatcher:
 
     async def _follow(self, serving: Serving) -> None:
         """Adopt ``serving`` unless it is served already or was refused before."""
+        self.refused_why = self._refused.get(serving.sha256, "")
         if self.current is not None and self.current.version == serving.policy:
             return
-        if serving.sha256 in self._refused:
+        if self.refused_why:
             return
         loaded = self._loaded.get(serving.policy)
         if loaded is None:
             try:
                 loaded = await self._load(serving)
             except (IntegrityError, WireError) as exc:
-                self._refused.add(serving.sha256)
                 self.counts.refused += 1
+                self.refused_why = _short(f"{serving.policy}: {exc}")
+                self._refused[serving.sha256] = self.refused_why
                 served = self.current.version if self.current else "nothing"
                 log.error("version %s is refused, %s stays: %s", serving.policy, served, exc)
                 return
@@ -325,3 +341,7 @@ class PolicyWatcher:
         finally:
             adopted.in_flight -= 1
             self._released.set()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_WHY else text[: LONGEST_WHY - 1] + "…"

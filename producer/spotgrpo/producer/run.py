@@ -15,11 +15,12 @@ from spotgrpo.producer.engines.registry import make_engine
 from spotgrpo.producer.notices import NoticeWatch
 from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
+from spotgrpo.producer.waiting import aloud
 from spotgrpo.producer.worker import Wiring, Worker
 from spotgrpo.shared.config import ModelConfig
-from spotgrpo.shared.errors import ConfigError, NotStored, StoreUnavailable
+from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, NotStored, StoreUnavailable
 from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
-from spotgrpo.shared.ids import Keys
+from spotgrpo.shared.ids import Keys, Queues
 from spotgrpo.shared.manifest import RunDocument
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store
@@ -28,12 +29,14 @@ from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
 
 if TYPE_CHECKING:
     from spotgrpo.shared.config import WorkerView
-    from spotgrpo.shared.ports import ObjectStore
+    from spotgrpo.shared.ports import Broker, ObjectStore
     from spotgrpo.shared.stopping import Stopping
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0
+LONGEST_PAUSE_S = 5.0
+"""Between two looks for the queues: each makes a connection of its own."""
 
 
 def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
@@ -58,16 +61,19 @@ def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
     broker = RabbitMQBroker(view.broker, view.run.id)
     try:
         # The broker first: refused credentials should be heard of now, not once a learner has begun.
+        warn_s = view.log.stall_warn_s
         document = (
-            wait_for_run(store, Keys(view.run.id), stopping)
-            if _wait_for_queues(broker, stopping)
+            wait_for_run(store, Keys(view.run.id), stopping, warn_s)
+            if wait_for_queues(broker, Queues(view.run.id), stopping, warn_s)
             else None
         )
         if document is None:
             return
-        model = model_of(view, document)
-        rewards = Rewards.from_run(document.rewards, view.rewards, base_dir)
-        tokenizer = _checked_tokenizer(model, document)
+        log.info("loading model, tokenizer and rewards of run %s", document.run)
+        with aloud("the model's files, its tokenizer and the reward code to load", warn_s):
+            model = model_of(view, document)
+            rewards = Rewards.from_run(document.rewards, view.rewards, base_dir)
+            tokenizer = _checked_tokenizer(model, document)
         with contextlib.closing(rewards), contextlib.ExitStack() as stack:
             cache = view.worker.cache_dir
             if cache is not None:
@@ -83,38 +89,62 @@ def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
         store.close()
 
 
-def wait_for_run(store: ObjectStore, keys: Keys, stopping: Stopping) -> RunDocument | None:
+def wait_for_run(
+    store: ObjectStore, keys: Keys, stopping: Stopping, warn_s: float
+) -> RunDocument | None:
     """``run.json``, waiting for the learner to write it; None once ``stopping`` is set.
 
     Raises:
         ConfigError: the run speaks wire schemas that this worker does not.
     """
-    said = False
-    while not stopping.is_set():
-        try:
-            document = RunDocument.from_bytes(store.get(keys.run_json).body)
-        except (NotStored, StoreUnavailable) as exc:
-            if not said:
-                log.info("waiting for a learner to begin run %s (%s)", keys.run, exc)
-                said = True
-            stopping.wait(LOOK_AGAIN_S)
-            continue
-        oldest, newest = document.wire_schemas
-        if oldest > SCHEMA or newest < OLDEST_READABLE:
-            raise ConfigError(
-                "run.id",
-                keys.run,
-                f"speaks wire schemas {oldest} to {newest}, this worker {OLDEST_READABLE} to {SCHEMA}: "
-                "install the learner's version of spotgrpo",
-            )
-        return document
+    why = ""
+    with aloud(lambda: f"{keys.run_json}, which a learner writes ({why})", warn_s):
+        while not stopping.is_set():
+            try:
+                document = RunDocument.from_bytes(store.get(keys.run_json).body)
+            except (NotStored, StoreUnavailable) as exc:
+                if not why:
+                    log.info("waiting for a learner to begin run %s (%s)", keys.run, exc)
+                why = str(exc)
+                stopping.wait(LOOK_AGAIN_S)
+                continue
+            _check_schemas(document)
+            return document
     return None
 
 
-def _wait_for_queues(broker: RabbitMQBroker, stopping: Stopping) -> bool:
-    while not stopping.is_set():
-        if broker.wait_until_declared(timeout_s=LOOK_AGAIN_S):
-            return True
+def _check_schemas(document: RunDocument) -> None:
+    oldest, newest = document.wire_schemas
+    if oldest > SCHEMA or newest < OLDEST_READABLE:
+        raise ConfigError(
+            "run.id",
+            document.run,
+            f"speaks wire schemas {oldest} to {newest}, this worker {OLDEST_READABLE} to {SCHEMA}: "
+            "install the learner's version of spotgrpo",
+        )
+
+
+def wait_for_queues(broker: Broker, queues: Queues, stopping: Stopping, warn_s: float) -> bool:
+    """Wait for the learner to declare its queues; False once ``stopping`` is set.
+
+    Raises:
+        BrokerUnavailable: the broker did not answer within its start deadline. Once it has, it may be away for long.
+        ConfigError: it refuses.
+    """
+    was_reached, pause_s = False, LOOK_AGAIN_S
+    why = "they are not declared yet"
+    with aloud(lambda: f"{queues.tasks} and the run's other queues: {why}", warn_s):
+        while not stopping.is_set():
+            try:
+                if broker.wait_until_declared(timeout_s=LOOK_AGAIN_S):
+                    return True
+                was_reached, why = True, "no learner has declared them: is the run id right?"
+            except BrokerUnavailable as exc:
+                if not was_reached:
+                    raise
+                why = str(exc)
+            stopping.wait(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
     return False
 
 
@@ -187,8 +217,10 @@ async def _work(
 ) -> None:
     spec = engine_spec(view, document, model)
     engine = make_engine(view.worker.engine, spec)
+    log.info("loading engine %s with %s (minutes for a big model)", engine.name, spec.model)
     started = time.monotonic()
-    await engine.start()
+    with aloud(f"engine {engine.name} to start", view.log.stall_warn_s):
+        await engine.start()
     log.info(
         "engine %s %s is ready after %.1f s",
         engine.name,
@@ -214,5 +246,6 @@ async def _work(
         rewards=rewards,
         tokenizer=tokenizer,
         stopping=stopping,
+        stall_warn_s=view.log.stall_warn_s,
     )
     await Worker(wiring).run()

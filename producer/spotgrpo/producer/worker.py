@@ -17,54 +17,42 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from spotgrpo.producer.activity import Activity, Held, Limits, Stage
 from spotgrpo.producer.drain import Drain, Job
 from spotgrpo.producer.engines.base import Engine, RequestRefused
 from spotgrpo.producer.partials import Partials, comes_again
 from spotgrpo.producer.patience import Patience
 from spotgrpo.producer.policy import Adopted, PolicyWatcher
+from spotgrpo.producer.publishing import Outlet
+from spotgrpo.producer.reports import Reporter
 from spotgrpo.producer.rewards import Rewards
+from spotgrpo.producer.room import Room
 from spotgrpo.producer.sampler import Aborted, Sampled, Sampler
+from spotgrpo.producer.waiting import Watchdog
 from spotgrpo.shared.config import WorkerConfig
 from spotgrpo.shared.errors import SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, Queues, TaskId
-from spotgrpo.shared.manifest import RunDocument, sha256_hex
-from spotgrpo.shared.ports import (
-    Broker,
-    Consumer,
-    Delivery,
-    Message,
-    ObjectStore,
-    Publisher,
-)
-from spotgrpo.shared.retry import retry
+from spotgrpo.shared.manifest import RunDocument
+from spotgrpo.shared.ports import Broker, Consumer, Delivery, ObjectStore
 from spotgrpo.shared.steps import Step, reached
 from spotgrpo.shared.stopping import Stopping
-from spotgrpo.shared.wire import (
-    MAX_MESSAGE_BYTES,
-    SCHEMA,
-    Group,
-    GroupRef,
-    Report,
-    Task,
-    decode_task,
-    encode_group,
-    encode_group_ref,
-    encode_report,
-)
+from spotgrpo.shared.wire import Group, Json, Task, decode_task
 
 log = logging.getLogger(__name__)
 
 TAKE_S = 0.5
+LOOK_S = 1.0
 CLOSE_S = 5.0
 UNANSWERED_CLOSE_S = 0.5
 """For the last confirms and acks, and where the broker did not even answer the drain."""
+MOST_HELD = 2
+"""Prefetch windows of tasks held at most: those of a lost channel are worked on all the same, beside the new one's."""
 
 
 class Decoder(Protocol):
@@ -91,42 +79,8 @@ class Wiring:
     rewards: Rewards
     tokenizer: Decoder
     stopping: Stopping
+    stall_warn_s: float = 30.0
     worker_id: str = field(default_factory=new_worker_id)
-
-
-class Room:
-    """Sequences that the engine may have at a time. A group over the limit runs alone."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.used = 0
-        self._waiting = 0
-        self._changed = asyncio.Condition()
-
-    @contextlib.asynccontextmanager
-    async def taken(self, sequences: int) -> AsyncIterator[None]:
-        """Wait for room and hold it while the block runs."""
-        async with self._changed:
-            self._waiting += 1
-            try:
-                await self._changed.wait_for(
-                    lambda: not self.used or self.used + sequences <= self._limit
-                )
-                self.used += sequences
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self.used -= sequences
-                self._changed.notify_all()
-
-    async def nobody_waits(self) -> None:
-        """Wait until everyone who asked for room has it."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._waiting)
 
 
 class Worker:
@@ -137,33 +91,37 @@ class Worker:
         self._keys, self._queues = Keys(wiring.document.run), Queues(wiring.document.run)
         self._room = Room(wiring.config.max_inflight)
         self._jobs: dict[TaskId, Job] = {}
+        self._freed = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sampler = Sampler(wiring.engine, self._count)
         self._partials = Partials(
             wiring.store, self._keys, wiring.worker_id, wiring.document.max_staleness
         )
-        self._tokens = self._groups = self._recent_tokens = 0
+        self._tokens = self._groups = self._begun = 0
         self._last_token = time.monotonic()
         self._submitted = 0
-        self._state = "waiting for a version"
-        # A full window blocks publish: in a thread of its own, or it would block takes and the bucket as well.
-        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
+        self._is_draining = self._has_left = False
+        self._publisher = wiring.broker.publisher()
+        self._consumer = wiring.broker.consumer(self._queues.tasks, self._prefetch)
+        self._outlet = Outlet(wiring.store, self._keys, self._publisher)
+        self._reporter = Reporter(
+            wiring.worker_id, self._queues, self._publisher, self._values, wiring.config.report_s
+        )
 
     async def run(self) -> None:
         """Work until told to stop, until the run is finished, or until the engine dies (which raises)."""
-        publisher = self._w.broker.publisher()
-        consumer = self._w.broker.consumer(self._queues.tasks, self._prefetch)
         background = [
             self._spawn(self._w.policy.run()),
-            self._spawn(self._report_for_ever(publisher)),
+            self._spawn(self._reporter.run()),
             self._spawn(self._watch_engine()),
+            self._spawn(self._watch_progress()),
         ]
         wakeups = self._subscribe()
         if wakeups is not None:
             background.append(self._spawn(self._wake_for_ever(wakeups)))
         stopped = asyncio.create_task(self._w.stopping.wait_async())
         finished = asyncio.create_task(self._w.policy.finished.wait())
-        intake = self._spawn(self._take_for_ever(consumer, publisher))
+        intake = self._spawn(self._take_for_ever())
         close_s = CLOSE_S
         try:
             ends: set[asyncio.Future[Any]] = {stopped, finished, self._failure}
@@ -173,14 +131,14 @@ class Worker:
                 self._failure.result()
             log.info("the run is finished: leaving" if finished.done() else "stopping")
             drain_s = 0.0 if finished.done() else self._w.config.drain_s
-            if not await self._drain(consumer, publisher, Patience(drain_s, self._w.stopping)):
+            if not await self._drain(Patience(drain_s, self._w.stopping)):
                 close_s = UNANSWERED_CLOSE_S
         finally:
             left = (*background, intake, stopped, finished, *self._works())
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-            await self._close(close_s, wakeups, consumer, publisher)
+            await self._close(close_s, wakeups)
 
     @property
     def _prefetch(self) -> int:
@@ -189,28 +147,41 @@ class Worker:
 
     # ---- tasks ---------------------------------------------------------------------------------------------------
 
-    async def _take_for_ever(self, consumer: Consumer, publisher: Publisher) -> None:
+    async def _take_for_ever(self) -> None:
         while True:
             await self._room.nobody_waits()  # one task at most is begun without room for it
-            delivery = await asyncio.to_thread(consumer.take, TAKE_S)
+            delivery = await asyncio.to_thread(self._consumer.take, TAKE_S)
             if delivery is not None:
-                self._begin(delivery, consumer, publisher)
+                await self._begin(delivery)
 
-    def _begin(self, delivery: Delivery, consumer: Consumer, publisher: Publisher) -> None:
+    async def _begin(self, delivery: Delivery) -> None:
         try:
             task = decode_task(delivery.message.body)
             self._check(task)
         except WireError as exc:
             log.error("a task is dead-lettered: %s", exc)
-            consumer.reject(delivery.handle, requeue=False)
+            self._consumer.reject(delivery.handle, requeue=False)
             return
         job = self._jobs.get(task.task_id)
         if job is not None:  # a copy, or the channel was lost meanwhile
             job.handles.append(delivery.handle)
             return
+        await self._few_are_held()
         job = Job(task, delivery.message, [delivery.handle], comes_again(delivery))
         self._jobs[task.task_id] = job
-        job.work = self._spawn(self._work(job, consumer, publisher))
+        self._begun += 1
+        job.work = self._spawn(self._work(job))
+
+    async def _few_are_held(self) -> None:
+        """Wait while more is held than one channel may hand out twice: each one that is lost lets a window in anew."""
+        while len(self._jobs) >= MOST_HELD * self._prefetch:
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _forget(self, job: Job) -> None:
+        """It is no longer this worker's."""
+        self._jobs.pop(job.task.task_id, None)
+        self._freed.set()
 
     def _works(self) -> list[asyncio.Task[None]]:
         return [job.work for job in self._jobs.values() if job.work is not None]
@@ -225,7 +196,7 @@ class Worker:
                 f"{len(task.prompt_ids)} prompt tokens do not fit a context of {document.max_context}"
             )
 
-    async def _work(self, job: Job, consumer: Consumer, publisher: Publisher) -> None:
+    async def _work(self, job: Job) -> None:
         """One task from version to ack. A drain that ends it finds the job in ``_jobs``, to be handed back."""
         task = job.task
         try:
@@ -237,15 +208,16 @@ class Worker:
         except RequestRefused as exc:
             log.error("task %s is dead-lettered: %s", task.task_id, exc)
             for handle in job.handles:
-                consumer.reject(handle, requeue=False)
-            self._jobs.pop(task.task_id, None)
+                self._consumer.reject(handle, requeue=False)
+            self._forget(job)
             return
+        job.enter(Stage.SCORING)
         group = await self._score(task, adopted, sampled)
         reached(Step.WORKER_GENERATED)
-        await self._publish(group, publisher)
+        await self._publish(job, group)
         reached(Step.WORKER_CONFIRMED)
-        consumer.ack(job.handles)
-        self._jobs.pop(task.task_id, None)
+        self._consumer.ack(job.handles)
+        self._forget(job)
         self._groups += 1
 
     async def _sample(self, job: Job) -> tuple[Adopted, Sampled]:
@@ -254,12 +226,14 @@ class Worker:
         found = await self._partials.find(task) if job.is_again else []
         while True:
             if self._version_for(task) is None:
+                job.enter(Stage.ADOPTING)
                 await self._w.policy.at_least(task.min_version)
+            job.enter(Stage.QUEUING)
             async with self._room.taken(task.group_size):
                 adopted = self._version_for(task)
                 if adopted is None:
                     continue
-                self._state = "generating"
+                job.enter(Stage.SAMPLING)
                 job.drafts = self._partials.begin(task, found, adopted.version)
                 try:
                     return adopted, await self._generate(job, adopted)
@@ -315,46 +289,29 @@ class Worker:
             scored_at=time.time(),
         )
 
-    async def _publish(self, group: Group, publisher: Publisher) -> None:
-        """Until confirmed. A group too big for a message goes to the bucket, its reference to the queue."""
-        body, kind = encode_group(group), "group"
-        if len(body) > MAX_MESSAGE_BYTES:
-            body, kind = await asyncio.to_thread(self._store_body, group, body), "group_ref"
-        headers: dict[str, str | int] = {
-            "run": group.run,
-            "task": str(group.task_id),
-            "schema": SCHEMA,
-            "worker": group.worker,
-            "kind": kind,
-        }
-        message = Message(body, message_id=f"{group.task_id}/{group.worker}", headers=headers)
-        await self._confirmed(publisher, self._queues.rollouts, message)
-
-    async def _confirmed(self, publisher: Publisher, queue: str, message: Message) -> None:
-        confirmed = await asyncio.get_running_loop().run_in_executor(
-            self._publishing, publisher.publish, queue, message
-        )
-        await asyncio.wrap_future(confirmed)
-
-    def _store_body(self, group: Group, body: bytes) -> bytes:
-        digest = sha256_hex(body)
-        key = self._keys.group(group.task_id, digest)
-        retry(f"storing {key}", lambda: self._w.store.create(key, body), stopping=self._w.stopping)
-        return encode_group_ref(GroupRef(group.run, group.task_id, key, digest, len(body)))
+    async def _publish(self, job: Job, group: Group) -> None:
+        """Until confirmed."""
+        job.enter(Stage.STORING)
+        message = await self._outlet.message(group)
+        job.enter(Stage.PUBLISHING)
+        await self._outlet.confirmed(self._queues.rollouts, message)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    async def _drain(self, consumer: Consumer, publisher: Publisher, patience: Patience) -> bool:
-        self._state = "draining"
-        publish = functools.partial(self._confirmed, publisher, self._queues.tasks)
-        drain = Drain(self._jobs, self._sampler, self._partials, consumer, publish)
+    async def _drain(self, patience: Patience) -> bool:
+        self._is_draining = True
+        publish = functools.partial(self._outlet.confirmed, self._queues.tasks)
+        drain = Drain(self._jobs, self._sampler, self._partials, self._consumer, publish)
         return await drain.run(patience)
 
-    async def _close(self, timeout_s: float, *ports: Consumer | Publisher | None) -> None:
-        for port in ports:
-            if port is not None:
-                await asyncio.to_thread(port.close, timeout_s)
-        self._publishing.shutdown(wait=False, cancel_futures=True)
+    async def _close(self, timeout_s: float, wakeups: Consumer | None) -> None:
+        for consumer in (wakeups, self._consumer):
+            if consumer is not None:
+                await asyncio.to_thread(consumer.close, timeout_s)
+        self._has_left = True
+        self._reporter.say()
+        await asyncio.to_thread(self._publisher.close, timeout_s)
+        self._outlet.close()
         await self._w.engine.close()
 
     # ---- background ----------------------------------------------------------------------------------------------
@@ -391,7 +348,6 @@ class Worker:
 
     def _count(self, tokens: int) -> None:
         self._tokens += tokens
-        self._recent_tokens += tokens
         self._last_token = time.monotonic()
         reached(Step.WORKER_GENERATING)
 
@@ -407,29 +363,38 @@ class Worker:
                     f"the engine gave no token for {silent:.0f} s with {self._submitted} sequences in flight"
                 )
 
-    async def _report_for_ever(self, publisher: Publisher) -> None:
-        started = time.monotonic()
-        while True:
-            await asyncio.sleep(self._w.config.report_s)
-            now = time.monotonic()
-            rate, self._recent_tokens, started = self._recent_tokens / (now - started), 0, now
-            report = Report(
-                self._w.worker_id,
-                "worker",
-                time.time(),
-                {**self._values(publisher), "tokens_per_s": rate},
-            )
-            publisher.broadcast(self._queues.telemetry, Message(encode_report(report)))
+    async def _watch_progress(self) -> None:
+        """Nobody waits in silence: where neither tokens nor groups nor tasks nor versions come, say for what."""
+        config = self._w.config
+        limits = Limits(config.max_inflight, config.engine_stall_s, config.reward_timeout_s)
+        watchdog = Watchdog(self._w.stall_warn_s)
+        while self._jobs or not self._is_draining:
+            await asyncio.sleep(min(LOOK_S, self._w.stall_warn_s / 4))
+            activity = self._activity()
+            mark = (self._tokens, self._groups, self._begun, self._w.policy.counts.adopted)
+            what = functools.partial(activity.waits_for, self._queues, limits)
+            watchdog.look(mark, what, is_fine=activity.is_idle)
 
-    def _values(self, publisher: Publisher) -> dict[str, Any]:
-        current = self._w.policy.current
+    def _activity(self) -> Activity:
+        policy = self._w.policy
+        return Activity(
+            now=time.monotonic(),
+            tasks=[Held(job.stage, job.since, job.task.min_version) for job in self._jobs.values()],
+            serves=str(policy.current.version) if policy.current else None,
+            refused_why=policy.refused_why,
+            trouble=policy.trouble,
+            inflight=self._submitted,
+            is_blocked=self._publisher.blocked,
+            is_connected=self._consumer.generation > 0,
+            is_draining=self._is_draining,
+            has_left=self._has_left,
+        )
+
+    def _values(self) -> dict[str, Json]:
+        activity = self._activity()
         return {
-            "version": str(current.version) if current else None,
-            "state": "publishing blocked"
-            if publisher.blocked
-            else self._state
-            if self._jobs
-            else "idle",
+            "version": activity.serves,
+            "state": activity.state,
             "engine": self._w.engine.name,
             "inflight": self._submitted,
             "tasks": len(self._jobs),
@@ -441,6 +406,7 @@ class Worker:
             "tokens_resumed": self._partials.counts.tokens_resumed,
             "adopted": self._w.policy.counts.adopted,
             "refused": self._w.policy.counts.refused,
+            "refused_why": activity.refused_why,
             "probes": dict(self._w.policy.counts.probes),
             "reward_failures": {
                 str(name): int(count) for name, count in self._w.rewards.failures.items()
