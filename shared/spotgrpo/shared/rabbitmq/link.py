@@ -99,7 +99,6 @@ class Link:
         self._connection: Connection | None = None
         self._connected = threading.Event()
         self._backoff = Backoff()
-        self._in_trouble = False
         self._closing = False
         self._crash: BaseException | None = None
         self.blocked = False
@@ -188,6 +187,7 @@ class Link:
     def _let_go(self) -> None:
         self._connected.clear()
         self._closing = True
+        self._server.outage.forget(self)
         if self._connection is not None and not self._connection.is_closed:
             self._connection.abort()
             self._loop.call_later(ABORT_GRACE_S, self._loop.stop)
@@ -208,9 +208,7 @@ class Link:
         self._connection.add_on_connection_unblocked_callback(self._on_unblocked)
 
     def _on_open(self, connection: Connection) -> None:
-        if self._in_trouble:
-            self._in_trouble = False
-            log.info("%s: connected to %s again", self._name, self._server.shown)
+        self._server.outage.end(self, self._name)
         self._backoff.reset()
         self.blocked = False
         self._connected.set()
@@ -230,10 +228,8 @@ class Link:
         if self._closing:
             self._loop.stop()
             return
-        if not self._in_trouble:
-            self._in_trouble = True
-            error = self._server.connection_error(reason or ConnectionError("closed"))
-            log.warning("%s: no connection: %s; trying again", self._name, error)
+        error = self._server.connection_error(reason or ConnectionError("closed"))
+        self._server.outage.begin(self, self._name, error)
         self._loop.call_later(self._backoff.next_s(), self.guard(self._connect))
 
     def _on_blocked(self, *_: object) -> None:

@@ -14,6 +14,7 @@ from tenacity import RetryCallState, Retrying, wait_random_exponential
 from spotgrpo.shared.config import BrokerConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, SpotGRPOError
 from spotgrpo.shared.log import redact_url
+from spotgrpo.shared.rabbitmq.outage import Outage
 from spotgrpo.shared.retry import FIRST_WAIT_S, LONGEST_WAIT_S
 
 CONNECT_TIMEOUT_S = 10.0
@@ -36,7 +37,7 @@ def redact(url: str) -> str:
 
 
 class Server:
-    """The address of one broker.
+    """The address of one broker, and what is said while it is away.
 
     Raises:
         ConfigError: the URL or the CA file cannot be used.
@@ -46,6 +47,7 @@ class Server:
         url = config.url.get_secret_value()
         self.config = config
         self.shown = redact(url)
+        self.outage = Outage(self.shown)
         self._scheme = url.partition(":")[0]
         if "@" in _after_authority(url):
             raise ConfigError(
