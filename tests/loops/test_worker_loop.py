@@ -170,6 +170,7 @@ async def working(
     engine: ScriptedEngine,
     store: ObjectStore | None = None,
     worker_id: str = "w1",
+    stall_warn_s: float = 30.0,
     **options: object,
 ) -> AsyncIterator[tuple[Worker, Stopping, asyncio.Task[None]]]:
     """A running worker; told to stop at the end of the block."""
@@ -193,6 +194,7 @@ async def working(
         engine=engine, policy=policy,
         rewards=Rewards.resolve([RewardConfig(function="rewards.py:length")], bench.folder),
         tokenizer=Letters(), stopping=stopping, worker_id=worker_id,
+        stall_warn_s=stall_warn_s,
     )  # fmt: skip
     worker = Worker(wiring)
     running = asyncio.create_task(worker.run())

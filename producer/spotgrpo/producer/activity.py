@@ -122,7 +122,7 @@ class Activity:
             clauses.append(f"there is no connection to {queues.tasks}, so no task comes")
         elif not self.tasks:
             clauses.append(
-                f"no task in {queues.tasks}: the learner hands out none, or is not there"
+                f"no task in {queues.tasks}; the learner hands out none, or is not there"
             )
         return "; ".join(clauses)
 

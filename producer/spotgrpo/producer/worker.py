@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spotgrpo.producer.acks import Acks
 from spotgrpo.producer.activity import Activity, Held, Limits, Stage
 from spotgrpo.producer.drain import Drain, Job
 from spotgrpo.producer.engines.base import Engine, RequestRefused
@@ -103,6 +104,7 @@ class Worker:
         self._is_draining = self._has_left = False
         self._publisher = wiring.broker.publisher()
         self._consumer = wiring.broker.consumer(self._queues.tasks, self._prefetch)
+        self._acks = Acks(self._consumer, MOST_HELD * self._prefetch)
         self._outlet = Outlet(wiring.store, self._keys, self._publisher)
         self._reporter = Reporter(
             wiring.worker_id, self._queues, self._publisher, self._values, wiring.config.report_s
@@ -166,6 +168,8 @@ class Worker:
         if job is not None:  # a copy, or the channel was lost meanwhile
             job.handles.append(delivery.handle)
             return
+        if self._acks.gave(task.task_id, delivery):
+            return
         await self._few_are_held()
         job = Job(task, delivery.message, [delivery.handle], comes_again(delivery))
         self._jobs[task.task_id] = job
@@ -216,7 +220,7 @@ class Worker:
         reached(Step.WORKER_GENERATED)
         await self._publish(job, group)
         reached(Step.WORKER_CONFIRMED)
-        self._consumer.ack(job.handles)
+        self._acks.give(task.task_id, job.handles)
         self._forget(job)
         self._groups += 1
 
