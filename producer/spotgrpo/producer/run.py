@@ -132,7 +132,7 @@ def wait_for_queues(broker: Broker, queues: Queues, stopping: Stopping, warn_s: 
         ConfigError: it refuses.
     """
     was_reached, pause_s = False, LOOK_AGAIN_S
-    why = "they are not declared yet"
+    why = "the broker has not answered yet"
     with aloud(lambda: f"{queues.tasks} and the run's other queues: {why}", warn_s):
         while not stopping.is_set():
             try:
