@@ -5,7 +5,7 @@ A mutant is installed in every role process of a run. It changes what the code d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from spotgrpo.consumer.intake import Intake
 from spotgrpo.consumer.issuer import Issuer
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.shared.errors import StoreUnavailable
+from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.latest import LatestPointer
 from spotgrpo.shared.ports import Delivery
 from spotgrpo.shared.s3 import S3Store
@@ -68,10 +69,12 @@ def _copies_acked_early() -> None:
 
 
 def _no_compare_and_swap() -> None:
-    """``latest.json`` is written whatever it is."""
+    """``latest.json`` is written whatever it is. Other keys are not: a learner tries the store out at its start."""
+    plain = S3Store.compare_and_swap
 
     def compare_and_swap(self: S3Store, key: str, body: bytes, expected: str | None) -> str | None:
-        del expected
+        if not key.endswith("latest.json"):
+            return plain(self, key, body, expected)
         answer = self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=body)
         return answer["ETag"]
 
@@ -119,9 +122,10 @@ def _no_digest() -> None:
 
 
 def _published_before_issued() -> None:
-    """Tasks are published while the ledger that issues them is still on its way."""
+    """Tasks are published while the ledger that issues them is still on its way, and not once it has landed."""
     issuers: list[Issuer] = []
-    plain_init, plain_submit = Issuer.__init__, Committer.submit
+    early: set[TaskId] = set()
+    plain_init, plain_submit, plain_publish = Issuer.__init__, Committer.submit, Issuer.publish
 
     def init(self: Issuer, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **kwargs)
@@ -130,10 +134,16 @@ def _published_before_issued() -> None:
     def submit(self: Committer, commit: Commit) -> None:
         if commit.ledger is not None:
             outstanding = commit.ledger.outstanding
-            issuers[-1].publish([(task, outstanding[task]) for task in commit.ledger.issued])
+            new = [(task, outstanding[task]) for task in commit.ledger.issued]
+            plain_publish(issuers[-1], new)
+            early.update(commit.ledger.issued)
         plain_submit(self, commit)
 
+    def publish(self: Issuer, tasks: Iterable[tuple[TaskId, int]]) -> None:
+        plain_publish(self, [(task, at) for task, at in tasks if task not in early])
+
     Issuer.__init__ = init  # type: ignore[method-assign]
+    Issuer.publish = publish  # type: ignore[method-assign]
     Committer.submit = submit  # type: ignore[method-assign]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.chaos.cells import CELLS, WIPED, Cell
 from tests.chaos.mutants import MUTANTS, Mutant
-from tests.chaos.world import NEVER_S, World
+from tests.chaos.world import World
 
 REPEATS = 4
 WIPED_REISSUE_S = 3.0
@@ -102,16 +102,12 @@ def matrix(tried: Sequence[Tried]) -> str:
     return "\n".join(lines)
 
 
-def run(cells: Sequence[Cell], args: argparse.Namespace, reissue_after_s: float) -> list[Tried]:
-    """A world, a run in it, its faults and its end."""
+def run(world: World, cells: Sequence[Cell], args: argparse.Namespace) -> list[Tried]:
+    """A run, its faults and its end."""
     order = schedule(cells, args.repeats, args.seed)
-    folder = Path(tempfile.mkdtemp(prefix="spotgrpo-chaos-"))
-    print(
-        f"seed {args.seed}: {len(order)} faults in {len(cells)} cells; logs in {folder}", flush=True
-    )
-    with World(folder, reissue_after_s=reissue_after_s) as world:
-        tried = soak(world, order, args.seed, say=True)
-        lost, duplicated = end(world)
+    print(f"{world.run}, seed {args.seed}: {len(order)} faults in {len(cells)} cells", flush=True)
+    tried = soak(world, order, args.seed, say=True)
+    lost, duplicated = end(world)
     counts = world.books.chain[-1].counts
     print(f"{counts.settled} groups settled, {counts.duplicate} copies of groups told apart\n")
     tried[-1].lost += len(lost)
@@ -156,10 +152,14 @@ def main() -> int:
     if args.mutants:
         return try_mutants(args.only)
     tried: list[Tried] = []
-    for cells, reissue_after_s in ((CELLS, NEVER_S), (WIPED, WIPED_REISSUE_S)):
-        chosen = [cell for cell in cells if args.only in str(cell)]
-        if chosen:
-            tried += run(chosen, args, reissue_after_s)
+    folder = Path(tempfile.mkdtemp(prefix="spotgrpo-chaos-"))
+    print(f"logs in {folder}")
+    with World(folder) as world:
+        if chosen := [cell for cell in CELLS if args.only in str(cell)]:
+            tried += run(world, chosen, args)
+        if wiped := [cell for cell in WIPED if args.only in str(cell)]:
+            world.renew("wiped", WIPED_REISSUE_S)
+            tried += run(world, wiped, args)
     places = {(cell.fault, cell.point): place for place, cell in enumerate((*CELLS, *WIPED))}
     found = matrix(sorted(tried, key=lambda row: places[row.fault, row.point]))
     if args.matrix is not None:

@@ -44,6 +44,7 @@ NEVER_S = 86_400.0
 RECOVERY_S = 90.0
 POLL_S = 0.02
 FENCED = 4
+LOST_RUN = "has lost the run"
 DISK_BYTES = 8 << 20
 MORE_FILES = 8
 MORE_BYTES = 50 << 20
@@ -52,7 +53,7 @@ FAST_TOKEN_S = 0.01
 TOML = """
 [run]
 id = "{run}"
-output_dir = "{folder}/runs"
+output_dir = "runs"
 [broker]
 url = "amqp://none"
 heartbeat_s = {heartbeat_s}
@@ -64,7 +65,7 @@ access_key_id = "{key}"
 secret_access_key = "{secret}"
 timeout_s = 5
 [model]
-name = "{folder}/model"
+name = "{base}/model"
 [lora]
 rank = 4
 alpha = 8
@@ -91,7 +92,7 @@ poll_s = 0.2
 drain_s = 0.0
 report_s = 1.0
 engine_stall_s = 4
-cache_dir = "cache"
+cache_dir = "{base}/cache"
 notices = "none"
 [log]
 stall_warn_s = 5
@@ -193,31 +194,35 @@ class World:
         self._stack.close()
 
     def _open(self) -> None:
-        for name in ("armed", "witness", "records", "confirmed", "adapters", "logs"):
-            (self.folder / name).mkdir(parents=True)
-        self.rabbitmq = PrivateRabbitMQ(self.folder / "rabbitmq")
-        self.s3 = PrivateS3(self.folder / "s3")
+        self.base = self.folder
+        self.base.mkdir(parents=True, exist_ok=True)
+        self.rabbitmq = PrivateRabbitMQ(self.base / "rabbitmq")
+        self.s3 = PrivateS3(self.base / "s3")
         for server in (self.rabbitmq, self.s3):
             server.start()
             self._stack.callback(server.stop)
         self.amqp = {r: self._stack.enter_context(Proxy(self.rabbitmq.port)) for r in ROLES}
         self.buckets = {r: self._stack.enter_context(self._faulty_s3()) for r in ROLES}
-        self.disk = SmallDisk(self.folder / "cache")
+        self.disk = SmallDisk(self.base / "cache")
         self._stack.callback(self.disk.close)
-        self._write_inputs()
-        self.nursery = Nursery(self.folder / "logs" / "nursery.log")
+        build_tiny_model(self.base / "model")
+        self.nursery = Nursery(self.base / "nursery.log")
         self._stack.callback(self.nursery.close)
-        self.config = load_config(self.folder / "run.toml", [], Config)
+        self._begin()
         bucket = self.config.bucket.model_copy(update={"endpoint_url": self.s3.endpoint_url})
         self.store = S3Store(BucketConfig.model_validate(bucket.model_dump()))
         self._stack.callback(self.store.close)
-        self.keys, self.queues = Keys(self.run), Queues(self.run)
-        self.books = Books(
-            self.store,
-            self.keys,
-            self.folder,
-            self.config.train.max_staleness,
-        )
+        self._open_books()
+
+    def renew(self, run: str, reissue_after_s: float) -> None:
+        """Another run on the same servers, once the one before is finished."""
+        assert not self.members
+        self.run, self.reissue_after_s = run, reissue_after_s
+        self.folder = self.base / run
+        self.folder.mkdir()
+        self.sizes.clear()
+        self._begin()
+        self._open_books()
 
     def _faulty_s3(self) -> FaultyS3:
         return FaultyS3(
@@ -227,14 +232,16 @@ class World:
             keeps_requests=False,
         )
 
-    def _write_inputs(self) -> None:
-        build_tiny_model(self.folder / "model")
+    def _begin(self) -> None:
+        """The run's folder: what its roles read, and where they write down what they did."""
+        for name in ("armed", "witness", "records", "confirmed", "adapters", "logs"):
+            (self.folder / name).mkdir()
         (self.folder / "rewards.py").write_text(REWARDS)
         rows = [{"prompt": f"{i} plus {i} is "} for i in range(50)]
         (self.folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
         settings = {
             "run": self.run,
-            "folder": self.folder,
+            "base": self.base,
             "reissue_after_s": self.reissue_after_s,
             "heartbeat_s": HEARTBEAT_S,
             "bucket": self.s3.bucket,
@@ -242,6 +249,12 @@ class World:
             "secret": self.s3.secret_access_key,
         }
         (self.folder / "run.toml").write_text(TOML.format(**settings))
+        self.config = load_config(self.folder / "run.toml", [], Config)
+        self.keys, self.queues = Keys(self.run), Queues(self.run)
+
+    def _open_books(self) -> None:
+        limit = self.config.train.max_staleness
+        self.books = Books(self.store, self.keys, self.folder, limit)
 
     # ---- processes -------------------------------------------------------------------------------------------
 
@@ -308,8 +321,9 @@ class World:
             self.start("learner")
 
     def _was_fenced(self, member: Member, code: int) -> bool:
-        """Whether it ended as a learner does that another one took the run from."""
-        return code == FENCED and member.role == "learner" and self._writer() != member.pid
+        """Whether it ended as a learner does that another one took the run from, told to stop meanwhile or not."""
+        ends = (FENCED, -signal.SIGTERM)
+        return code in ends and self._writer() != member.pid and bool(member.said(LOST_RUN))
 
     def wait_for(
         self, what: str, look: Callable[[], Any], seconds: float = RECOVERY_S, *, tend: bool = True
@@ -445,7 +459,7 @@ class World:
         """Whether all have ended with 0."""
         for member in members:
             code = self.nursery.exit_code(member.pid)
-            if code not in (None, 0):
+            if code not in (None, 0) and not self._was_fenced(member, code):
                 raise Failure(f"{member.log.name} ended with {code}\n{self.tail(member.log)}")
             if code is None:
                 return False
