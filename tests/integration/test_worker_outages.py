@@ -105,6 +105,7 @@ def test_a_broker_that_is_away_costs_few_tries_two_lines_and_no_memory(
             line.refusing = False
             engine.token_s = 0.0
             groups = await bench.answers(TASKS)
+            await until(lambda: bool(said(caplog, "going on after")))
             await until(lambda: not worker._jobs)
         assert sorted(group.task_id for group in groups) == [TaskId(i) for i in range(TASKS)]
         assert bench.rollouts.take(0.5) is None  # each of them once
