@@ -75,11 +75,10 @@ class Books:
 
     def check(self) -> None:
         """Every invariant that can be told while the run goes on."""
-        self.update()
+        self.check_write_ahead()
         report = audit_chain(self.keys.run, self.chain)
         assert report.balanced, report.to_dict()
         self._check_versions()
-        self._check_confirmed()
         self._check_trained()
         self._check_adapters()
 
@@ -112,8 +111,14 @@ class Books:
             assert step in (0, 1), f"version {after.version} after {before.version}"
             assert bool(after.settled.get("trained")) == bool(step), "trained without a version"
 
-    def _check_confirmed(self) -> None:
-        unknown = self._confirmed() - self._issued()
+    def check_write_ahead(self) -> None:
+        """No group is confirmed of a task that no committed ledger issued: the ledger is written ahead.
+
+        The groups are read first: what was confirmed by then must be in a ledger that is committed now.
+        """
+        confirmed = self._confirmed()
+        self.update()
+        unknown = confirmed - self._issued()
         assert not unknown, f"groups of tasks that no ledger issued: {sorted(map(str, unknown))}"
 
     def _confirmed(self) -> set[TaskId]:

@@ -139,8 +139,8 @@ def _published_before_issued() -> None:
             early.update(commit.ledger.issued)
         plain_submit(self, commit)
 
-    def publish(self: Issuer, tasks: Iterable[tuple[TaskId, int]]) -> None:
-        plain_publish(self, [(task, at) for task, at in tasks if task not in early])
+    def publish(self: Issuer, tasks: Iterable[tuple[TaskId, int]], **options: Any) -> None:
+        plain_publish(self, [(task, at) for task, at in tasks if task not in early], **options)
 
     Issuer.__init__ = init  # type: ignore[method-assign]
     Issuer.publish = publish  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ MUTANTS: Mapping[str, Mutant] = MappingProxyType(
         "write-ahead": Mutant(
             "tasks are published before a ledger holds them",
             _published_before_issued,
-            ("SIGKILL worker / after confirm, before ack",),
+            ("SIGKILL learner / state and ledger stored, before `latest`",),
         ),
     }
 )

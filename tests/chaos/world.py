@@ -416,12 +416,20 @@ class World:
     def recover(self, before: set[Any]) -> None:
         """Wait until every task of ``before`` is settled and another version is durable."""
         version = self.version()
-        self.wait_for("a new version", lambda: self.version() > version, self.patience_s)
+        self.wait_for("a new version", lambda: self._passed(version), self.patience_s)
         self.wait_for(
             "the tasks of before the fault to be settled",
-            lambda: not before & self.outstanding(),
+            lambda: not before & self._outstanding_checked(),
             self.patience_s,
         )
+
+    def _passed(self, version: int) -> bool:
+        self.books.check_write_ahead()
+        return self.version() > version
+
+    def _outstanding_checked(self) -> set[Any]:
+        self.books.check_write_ahead()
+        return self.outstanding()
 
     def note_size(self) -> None:
         """Open files and resident bytes of the worker that lives through everything."""
