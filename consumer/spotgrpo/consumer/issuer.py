@@ -20,7 +20,7 @@ from spotgrpo.consumer.prompts import PromptSource
 from spotgrpo.shared.config import Config
 from spotgrpo.shared.ids import Queues, TaskId
 from spotgrpo.shared.ports import Message, Publisher, QueueDepth
-from spotgrpo.shared.wire import SCHEMA, Sampling, Task, encode_task
+from spotgrpo.shared.wire import AGAIN, SCHEMA, Sampling, Task, encode_task
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Issuer:
             "task": str(task_id),
             "schema": SCHEMA,
             "kind": "task",
-            **({"again": 1} if again else {}),
+            **({AGAIN: 1} if again else {}),
         }
         return Message(body, message_id=str(task_id), headers=headers)
 
