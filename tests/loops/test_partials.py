@@ -264,7 +264,7 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-def test_a_worker_that_dies_between_partial_and_hand_back_loses_nothing(bench: Bench) -> None:
+def test_rule_9_the_partial_is_stored_before_the_task_is_given_back(bench: Bench) -> None:
     def die(step: Step) -> None:
         if step is Step.WORKER_PARTIAL_STORED:
             raise Killed
@@ -461,7 +461,7 @@ def test_an_engine_that_dies_in_a_drain_keeps_neither_tokens_nor_task(bench: Ben
     run(story)
 
 
-def test_a_task_that_is_new_asks_the_bucket_for_no_partials(
+def test_rule_9_partials_are_looked_for_only_where_a_task_comes_again(
     bench: Bench, troubled: TroubledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed: list[str] = []
@@ -478,7 +478,7 @@ def test_a_task_that_is_new_asks_the_bucket_for_no_partials(
     run(story)
 
 
-def test_partials_go_with_the_commit_that_settles_their_task(world: World) -> None:
+def test_rule_9_partials_go_with_the_commit_that_settles_their_task(world: World) -> None:
     def act(worker: ThreadWorker, task: Task) -> Sequence[Group]:
         world.store.create(world.keys.partial(task.task_id, "w", 1), b"tokens")
         return [answer(task, worker.serving())]

@@ -98,7 +98,7 @@ TRAINABLE: list[tuple[str, list[list[tuple[PolicyVersion, int]]], PolicyVersion,
     [case[1:] for case in TRAINABLE],
     ids=[case[0] for case in TRAINABLE],
 )
-def test_a_partial_is_used_only_if_it_can_still_be_trained(
+def test_rule_9_a_partial_is_used_only_if_it_can_still_be_trained(
     rollouts: list[list[tuple[PolicyVersion, int]]], served: PolicyVersion, usable: bool
 ) -> None:
     assert can_be_trained(partial_of(*rollouts), TASK, served, MAX_STALENESS) is usable

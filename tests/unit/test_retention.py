@@ -57,7 +57,7 @@ def swept(store: MemoryStore) -> None:
         (TaskId(10), UNKNOWN_S + 1, False),
     ],
 )
-def test_what_belongs_to_a_settled_task_is_deleted(task: TaskId, age_s: float, stays: bool) -> None:
+def test_rule_9_what_belongs_to_a_settled_task_is_deleted(task: TaskId, age_s: float, stays: bool) -> None:
     store = AgedStore()
     store.age_s = age_s
     for key in (KEYS.group(task, "ab" * 32), KEYS.partial(task, "host.domain-1", 1)):
@@ -67,7 +67,7 @@ def test_what_belongs_to_a_settled_task_is_deleted(task: TaskId, age_s: float, s
 
 
 @pytest.mark.parametrize(("age_s", "stays"), [(UNKNOWN_S - 1, True), (UNKNOWN_S + 1, False)])
-def test_what_belongs_to_no_task_is_deleted_after_a_day(age_s: float, stays: bool) -> None:
+def test_rule_9_what_belongs_to_no_task_is_deleted_after_a_day(age_s: float, stays: bool) -> None:
     store = AgedStore()
     store.age_s = age_s
     store.create(f"{KEYS.partials}notes.txt", b"x")
