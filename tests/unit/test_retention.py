@@ -57,7 +57,9 @@ def swept(store: MemoryStore) -> None:
         (TaskId(10), UNKNOWN_S + 1, False),
     ],
 )
-def test_rule_9_what_belongs_to_a_settled_task_is_deleted(task: TaskId, age_s: float, stays: bool) -> None:
+def test_rule_9_what_belongs_to_a_settled_task_is_deleted(
+    task: TaskId, age_s: float, stays: bool
+) -> None:
     store = AgedStore()
     store.age_s = age_s
     for key in (KEYS.group(task, "ab" * 32), KEYS.partial(task, "host.domain-1", 1)):
