@@ -160,6 +160,10 @@ def test_an_unknown_variable_is_refused_also_with_one_underscore_too_few(toml: P
         ("worker.notice_url=https://h", ["worker.notice_url = 'https://h'", "http://host:port"]),
         ("worker.notice_url=http://h:99999", ["notice_url = 'http://h:99999'", "http://host:port"]),
         ("worker.drain_on_rebalance=maybe", ["drain_on_rebalance = 'maybe'", "boolean"]),
+        ("worker.inflight=switch", ["worker.inflight = 'switch'", "set worker.segment_tokens"]),
+        ("worker.inflight=stay", ["worker.inflight = 'stay'", "'finish'", "'switch'"]),
+        ("worker.segment_tokens=0", ["worker.segment_tokens = 0", "greater than or equal to 1"]),
+        ("worker.partial_every_s=0", ["worker.partial_every_s = 0", "greater than 0"]),
         ("nonsense", ["--set = 'nonsense'", "a.b=value"]),
     ],
 )

@@ -10,7 +10,15 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from spotgrpo.shared.ids import RUN_ID
 
@@ -308,6 +316,20 @@ class WorkerConfig(Section):
         NonNegative,
         Field(description="Seconds that running groups get to finish when told to stop."),
     ] = 20.0
+    segment_tokens: Annotated[
+        Positive | None,
+        Field(description="Tokens that one request of a rollout samples; none: all of them."),
+    ] = None
+    inflight: Annotated[
+        Literal["finish", "switch"],
+        Field(
+            description="switch: a running rollout moves to the newest version between two segments."
+        ),
+    ] = "finish"
+    partial_every_s: Annotated[
+        Seconds | None,
+        Field(description="Save running groups this often; none: only when told to stop."),
+    ] = None
     notices: Annotated[
         Literal["auto", "none", "aws", "gcp", "azure"],
         Field(description="Cloud whose notice drains the worker; auto: the one it runs in."),
@@ -333,6 +355,13 @@ class WorkerConfig(Section):
         dict[str, Any],
         Field(description="Further vLLM engine arguments (tensor_parallel_size, …)."),
     ] = {}
+
+    @field_validator("inflight")
+    @classmethod
+    def _has_borders_to_switch_at(cls, value: str, info: ValidationInfo) -> str:
+        if value == "switch" and info.data.get("segment_tokens", 1) is None:
+            raise ValueError("set worker.segment_tokens (512, say), or use 'finish'")
+        return value
 
     @field_validator("notice_url")
     @classmethod
