@@ -159,26 +159,42 @@ def test_a_reset_on_every_connect_is_outlasted_and_told_in_two_lines(
     assert len(lines(caplog, "publisher: connected")) == 1
 
 
-def test_a_socket_reset_in_the_moment_of_connecting_is_a_lost_connection(
-    make: Make, proxy: Proxy, rabbitmq_server: PrivateRabbitMQ, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """pika raises ValueError out of its loop there: it must not end the thread, and with it the process."""
-    broker = make(through(proxy, rabbitmq_server))
-    broker.declare()
-    publisher, queue = broker.publisher(), broker.queues.tasks
-    publisher.publish(queue, Message(b"before")).result(WAIT_S)
+@pytest.fixture
+def resets(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One reset in the moment of connecting for each True in it: pika raises ValueError there."""
     connector = io_services_utils._AsyncStreamConnector
-    plain, fails = connector.__init__, iter([True, True])
+    plain: Callable[..., None] = connector.__init__
+    due: list[bool] = []
 
     def init(self: object, *args: object, **kwargs: object) -> None:
-        if next(fails, False):
+        if due and due.pop():
             raise ValueError("Expected connected socket, but getpeername() failed")
         plain(self, *args, **kwargs)
 
     monkeypatch.setattr(connector, "__init__", init)
+    return due
+
+
+def test_a_socket_reset_in_the_moment_of_connecting_is_a_lost_connection(
+    make: Make, proxy: Proxy, rabbitmq_server: PrivateRabbitMQ, resets: list[bool]
+) -> None:
+    """It must not end the thread, and with it the process."""
+    broker = make(through(proxy, rabbitmq_server))
+    broker.declare()
+    publisher, queue = broker.publisher(), broker.queues.tasks
+    publisher.publish(queue, Message(b"before")).result(WAIT_S)
+    resets += [True, True]
     proxy.cut()
     publisher.publish(queue, Message(b"after")).result(WAIT_S)
-    assert next(fails, None) is None
+    assert not resets
+
+
+def test_a_socket_reset_in_the_moment_of_first_contact_is_tried_again(
+    make: Make, rabbitmq_server: PrivateRabbitMQ, resets: list[bool]
+) -> None:
+    resets += [True, True]
+    make(rabbitmq_server.url).declare()
+    assert not resets
 
 
 def test_a_stalled_line_is_noticed_by_the_heartbeat(

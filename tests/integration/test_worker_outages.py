@@ -25,7 +25,7 @@ from tests.tools.loop_world import RUN
 from tests.tools.proxy import Proxy
 from tests.tools.scripted_engine import ScriptedEngine
 
-OUTAGE_S = 6.0
+OUTAGE_S = 8.0
 TRIES_AT_ONCE = 8
 """While the pauses between the tries of a connection grow to seconds."""
 TRIES_PER_S = 0.6
@@ -84,10 +84,10 @@ def test_a_broker_that_is_away_costs_few_tries_two_lines_and_no_memory(
 
     async def story() -> None:
         bench.commit(0)
-        engine = ScriptedEngine(token_s=0.05)
-        async with working(bench, engine, stall_warn_s=OUTAGE_S / 2) as (worker, _, _):
+        engine = ScriptedEngine(token_s=0.2)
+        async with working(bench, engine, stall_warn_s=3 / 8 * OUTAGE_S) as (worker, _, _):
             for index in range(TASKS):
-                bench.ask(index, tokens=10)
+                bench.ask(index, tokens=5)
             await until(lambda: len(engine.served) >= 8)
             caplog.clear()
             accepted, connections = line.accepted, len(line._pairs)
@@ -106,6 +106,9 @@ def test_a_broker_that_is_away_costs_few_tries_two_lines_and_no_memory(
             engine.token_s = 0.0
             groups = await bench.answers(TASKS)
             await until(lambda: bool(said(caplog, "going on after")))
+            await until(
+                lambda: bool(said(caplog, "connected to")), seconds=12.0
+            )  # the last of three
             await until(lambda: not worker._jobs)
         assert sorted(group.task_id for group in groups) == [TaskId(i) for i in range(TASKS)]
         assert bench.rollouts.take(0.5) is None  # each of them once

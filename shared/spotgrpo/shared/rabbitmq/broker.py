@@ -213,9 +213,11 @@ def blocking_connection(server: Server, name: str) -> Iterator[BlockingConnectio
         BrokerUnavailable: not reachable, or lost meanwhile.
         ConfigError: refused.
     """
+    parameters = server.parameters(name)
     try:
-        connection = pika.BlockingConnection(server.parameters(name))
-    except (AMQPError, OSError) as exc:
+        connection = pika.BlockingConnection(parameters)
+    except (AMQPError, OSError, ValueError) as exc:
+        # ValueError: what pika raises where the socket is reset in the very moment in which it connects.
         raise server.connection_error(exc) from exc
     try:
         yield connection
