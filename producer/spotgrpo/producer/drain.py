@@ -81,6 +81,7 @@ class Drain:
     consumer: Consumer
     publish: Callable[[Message], Awaitable[None]]
     handed_back: int = 0
+    saved: int = 0
 
     async def run(self, patience: Patience) -> bool:
         """Drain. What was not begun goes back at once, while the rest is finished.
@@ -112,8 +113,9 @@ class Drain:
             early.cancel()
             await asyncio.gather(early, return_exceptions=True)
             if self.handed_back:
-                saved = self.partials.counts.saved
-                log.info("handed %d unfinished tasks back, %d partials", self.handed_back, saved)
+                log.info(
+                    "handed %d unfinished tasks back, %d partials", self.handed_back, self.saved
+                )
         return True
 
     async def _let_finish(self, patience: Patience) -> None:
@@ -143,6 +145,7 @@ class Drain:
         if job.task.task_id not in self.jobs:  # it was done just now
             return
         if await self.partials.save(job.task, job.drafts, store_s):
+            self.saved += 1
             reached(Step.WORKER_PARTIAL_STORED)
         await self._hand_back(job.message, job.handles)
         del self.jobs[job.task.task_id]

@@ -1,7 +1,8 @@
-"""Partials: what a drained worker leaves of groups that it could not finish, and the next carries on from.
+"""Partials: what a worker leaves of groups that it could not finish, and the next carries on from.
 
-They lie in the bucket, one object a drain and task, and are looked for only where a task comes a second time. The
-bucket may fail here as it likes: a partial that cannot be stored or read costs its tokens, never the task.
+They lie in the bucket, one object a drain and task (and one a round with ``partial_every_s``), and are looked for only
+where a task comes a second time. The bucket may fail here as it likes: a partial that cannot be stored or read costs
+its tokens, never the task.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from spotgrpo.producer.sampler import Draft
 from spotgrpo.shared.errors import ConfigError, NotStored, SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, PolicyVersion
-from spotgrpo.shared.ports import Delivery, Message, ObjectStore
+from spotgrpo.shared.ports import Delivery, Message, ObjectInfo, ObjectStore
 from spotgrpo.shared.retry import retry
 from spotgrpo.shared.wire import (
     AGAIN,
@@ -39,7 +40,7 @@ T = TypeVar("T")
 FIND_S: Final = 15.0
 """How long a bucket that does not answer keeps a task from being begun afresh."""
 MOST_READ: Final = 16
-"""Newest partials of a task that are looked at."""
+"""Partials of a task that are looked at: each worker's last, of those the newest."""
 AT_ONCE: Final = 4
 """Objects that travel at a time."""
 
@@ -96,6 +97,17 @@ def choose(
     """The partial that spares the most tokens, or None where none can be carried on under ``version``."""
     usable = [one for one in found if can_be_trained(one, task, version, max_staleness)]
     return max(usable, key=lambda one: one.tokens, default=None)
+
+
+def last_of_each(listed: Iterable[ObjectInfo]) -> list[ObjectInfo]:
+    """The last partial of every worker, which holds what its others do."""
+    last: dict[str, tuple[int, ObjectInfo]] = {}
+    for info in listed:
+        worker, _, number = info.key.rpartition(".")
+        rank = int(number) if number.isdecimal() else -1
+        if worker not in last or rank > last[worker][0]:
+            last[worker] = (rank, info)
+    return [info for _, info in last.values()]
 
 
 # ---- the bucket -----------------------------------------------------------------------------------------------
@@ -156,14 +168,10 @@ class Partials:
 
     async def save(self, task: Task, drafts: Sequence[Draft], within_s: float) -> bool:
         """Store ``drafts`` for the next worker; False where there is nothing new in them, or it cannot be done."""
-        if self._is_refused or not any(len(draft.token_ids) > draft.brought for draft in drafts):
+        if self._is_refused:
             return False
-        key = self._keys.partial(task.task_id, self._worker_id, next(self._numbers))
-        give_up_at = time.monotonic() + within_s
         try:
-            body = encode_partial(self._partial(task, drafts))
-            async with asyncio.timeout(within_s), self._turn:
-                await _in_thread(lambda: self._create(key, body, give_up_at))
+            return await self.store(task, drafts, within_s)
         except ConfigError as exc:
             if not self._is_refused:
                 log.error("partials cannot be stored: %s", exc)
@@ -176,6 +184,23 @@ class Partials:
                 str(exc) or "the bucket did not take it in time",
             )
             return False
+
+    async def store(self, task: Task, drafts: Sequence[Draft], within_s: float) -> bool:
+        """Store ``drafts`` as they stand now; False where there is nothing new in them.
+
+        Raises:
+            TimeoutError: the bucket did not take it in time.
+            SpotGRPOError: it refuses, is away, or the partial is too big.
+        """
+        if not any(draft.has_grown for draft in drafts):
+            return False
+        key = self._keys.partial(task.task_id, self._worker_id, next(self._numbers))
+        give_up_at = time.monotonic() + within_s
+        partial = self._partial(task, drafts)
+        async with asyncio.timeout(within_s), self._turn:
+            await _in_thread(lambda: self._create(key, encode_partial(partial), give_up_at))
+        for draft, rollout in zip(drafts, partial.rollouts, strict=True):
+            draft.saved = max(draft.saved, len(rollout.token_ids))
         self.counts.saved += 1
         return True
 
@@ -201,7 +226,8 @@ class Partials:
     def _read_all(self, task: Task) -> list[Partial]:
         prefix = self._keys.partials_of(task.task_id)
         listed = self._asked(f"listing {prefix}", lambda: list(self._store.list(prefix)))
-        newest = sorted(listed, key=lambda info: info.modified, reverse=True)[:MOST_READ]
+        last = last_of_each(listed)
+        newest = sorted(last, key=lambda info: info.modified, reverse=True)[:MOST_READ]
         found = [self._read(info.key, task) for info in newest if info.size <= MAX_OBJECT_BYTES]
         return [partial for partial in found if partial is not None]
 

@@ -3,7 +3,7 @@
 consumes:     ``latest.json`` by ETag, every ``poll_s`` with jitter, or at once when woken
 produces:     an adopted version: fetched, verified, loaded, probed
 promises:     new requests go to the newest adopted version, running ones finish on theirs; a version that fails a
-              check is never adopted and the one before stays
+              check is never adopted and the one before stays; what requests run on stays loaded
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class PolicyWatcher:
         self._etag: str | None = None
         self._woken = asyncio.Event()
         self._released = asyncio.Event()
+        self._is_crowded = False
         self._changed = asyncio.Condition()
         self._folders = 0
         self._finished_grace_s = finished_grace_s
@@ -296,10 +297,14 @@ class PolicyWatcher:
     async def _make_room(self) -> None:
         """Wait until one more version fits: running requests keep theirs loaded."""
         await self._unload_old(room=1)
-        while len(self._loaded) >= self._keep:
-            self._released.clear()
-            await self._released.wait()
-            await self._unload_old(room=1)
+        try:
+            while len(self._loaded) >= self._keep:
+                self._is_crowded = True
+                self._released.clear()
+                await self._released.wait()
+                await self._unload_old(room=1)
+        finally:
+            self._is_crowded = False
 
     async def _unload_old(self, room: int = 0) -> None:
         """Unload the oldest idle versions until ``room`` more fit among the ``keep`` that the engine holds."""
@@ -312,6 +317,8 @@ class PolicyWatcher:
             key=lambda loaded: loaded.version,
         )
         for loaded in idle[: max(0, len(self._loaded) + room - self._keep)]:
+            if loaded.in_flight:  # since the one before it was unloaded
+                continue
             del self._loaded[loaded.version]
             await self._engine.unload(loaded.version)
             await asyncio.to_thread(shutil.rmtree, loaded.folder, ignore_errors=True)
@@ -335,12 +342,26 @@ class PolicyWatcher:
     @contextlib.contextmanager
     def using(self, adopted: Adopted) -> Iterator[PolicyVersion]:
         """Keep ``adopted`` loaded while the block runs."""
-        adopted.in_flight += 1
+        self.hold(adopted)
         try:
             yield adopted.version
         finally:
-            adopted.in_flight -= 1
-            self._released.set()
+            self.release(adopted)
+
+    def hold(self, adopted: Adopted) -> None:
+        """Keep ``adopted`` loaded until it is released once more."""
+        adopted.in_flight += 1
+
+    def release(self, adopted: Adopted) -> None:
+        """Undo a ``hold``."""
+        adopted.in_flight -= 1
+        self._released.set()
+
+    def must_go(self, adopted: Adopted) -> bool:
+        """Whether a new version waits for ``adopted`` to be left: all are in use, and it is the oldest."""
+        others = [loaded for loaded in self._loaded.values() if loaded is not self.current]
+        oldest = min(others, key=lambda loaded: loaded.version, default=None)
+        return self._is_crowded and adopted is oldest
 
 
 def _short(text: str) -> str:

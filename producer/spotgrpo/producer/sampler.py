@@ -1,6 +1,7 @@
-"""A task becomes a group: one request a rollout, all on the version that was adopted when the task was begun here.
+"""A task becomes a group: one request a rollout, or one after the other where a long one is split into segments.
 
-Rollouts that a partial brought are carried on from where they stood; then their tokens are of several versions.
+Rollouts that a partial brought are carried on from where they stood. Then their tokens are of several versions, as
+where a rollout moves to another one between two segments.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from spotgrpo.producer.engines.base import Chunk, Engine, GenerationRequest, RequestRefused
+from spotgrpo.producer.segments import GroupVersions, is_border, segment_of
 from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.wire import Finish, PartialRollout, Rollout, Task, VersionRun
@@ -30,6 +33,7 @@ class Draft:
 
     Attributes:
         brought: how many of its tokens a partial brought.
+        saved: how many of them this worker has stored.
     """
 
     seed: int
@@ -38,6 +42,12 @@ class Draft:
     versions: list[VersionRun] = field(default_factory=list)
     finish: Finish | None = None
     brought: int = 0
+    saved: int = 0
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether it has tokens that no partial holds."""
+        return len(self.token_ids) > max(self.brought, self.saved)
 
     @classmethod
     def of(cls, partial: PartialRollout) -> Draft:
@@ -98,16 +108,23 @@ class Sampler:
 
     Args:
         on_tokens: called with the number of tokens whenever some arrive.
+        segment_tokens: that one request samples at most; None: a rollout is one request.
     """
 
-    def __init__(self, engine: Engine, on_tokens: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_tokens: Callable[[int], None],
+        segment_tokens: int | None = None,
+    ) -> None:
         self._engine, self._on_tokens = engine, on_tokens
+        self._segment_tokens = segment_tokens
         self._numbers = itertools.count()
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
         self.interrupted = False
 
-    async def sample(self, task: Task, version: PolicyVersion, drafts: Sequence[Draft]) -> Sampled:
-        """Bring all ``drafts`` of ``task`` to their end under ``version``. Cancelling it aborts its requests.
+    async def sample(self, task: Task, versions: GroupVersions, drafts: Sequence[Draft]) -> Sampled:
+        """Bring all ``drafts`` of ``task`` to their end under ``versions``. Cancelling it aborts its requests.
 
         Raises:
             Aborted: the engine ended a request early, or :meth:`interrupt` did.
@@ -118,7 +135,7 @@ class Sampler:
             async with asyncio.TaskGroup() as group:
                 for draft in drafts:
                     if draft.finish is None:
-                        self._begin(group, task, version, draft)
+                        group.create_task(self._carry_on(task, versions, draft))
         except ExceptionGroup as errors:
             # ConfigError: the prompt does not fit, which a request may say by that name too.
             refused, others = errors.split((RequestRefused, ConfigError))
@@ -143,39 +160,50 @@ class Sampler:
         if self._running:
             await asyncio.wait(self._running.values(), timeout=within_s)
 
-    def _begin(
-        self, group: asyncio.TaskGroup, task: Task, version: PolicyVersion, draft: Draft
-    ) -> None:
-        if self.interrupted:
-            return
-        request = GenerationRequest(
+    async def _carry_on(self, task: Task, versions: GroupVersions, draft: Draft) -> None:
+        """Segment after segment, to the end of the rollout. Nothing is awaited between two of them."""
+        version: PolicyVersion | None = None
+        while draft.finish is None and not self.interrupted:
+            with versions.segment(version) as version:
+                await self._sample_segment(self._request(task, version, draft), task, draft)
+
+    def _request(self, task: Task, version: PolicyVersion, draft: Draft) -> GenerationRequest:
+        tokens = len(draft.token_ids)
+        return GenerationRequest(
             request_id=f"{task.task_id}.{next(self._numbers)}",
             prompt_ids=task.prompt_ids,
             prefix_ids=tuple(draft.token_ids),
-            sampling=task.sampling,
+            sampling=segment_of(task.sampling, tokens, self._segment_tokens),
             seed=draft.seed,
             version=version,
         )
-        running = group.create_task(self._carry_on(request, draft))
-        self._running[request.request_id] = running
-        running.add_done_callback(lambda _: self._running.pop(request.request_id, None))
 
-    async def _carry_on(self, request: GenerationRequest, draft: Draft) -> None:
+    async def _sample_segment(self, request: GenerationRequest, task: Task, draft: Draft) -> None:
         finish: str | None = None
-        if self.interrupted:  # before the engine knew of this request
-            return
-        try:
-            async for chunk in self._engine.submit(request):
-                draft.add(chunk, request.version)
-                finish = chunk.finish
-                self._on_tokens(len(chunk.token_ids))
-        except asyncio.CancelledError:
-            with contextlib.suppress(SpotGRPOError):
-                await asyncio.shield(self._engine.abort(request.request_id))
-            raise
-        if finish in ("stop", "length") and draft.token_ids:
-            draft.finish = "stop" if finish == "stop" else "length"
+        with self._known(request.request_id):
+            try:
+                async for chunk in self._engine.submit(request):
+                    draft.add(chunk, request.version)
+                    finish = chunk.finish
+                    self._on_tokens(len(chunk.token_ids))
+            except asyncio.CancelledError:
+                with contextlib.suppress(SpotGRPOError):
+                    await asyncio.shield(self._engine.abort(request.request_id))
+                raise
+        tokens = len(draft.token_ids)
+        if finish in ("stop", "length") and tokens:
+            if not is_border(finish, tokens, request.sampling, task.sampling):
+                draft.finish = "stop" if finish == "stop" else "length"
         elif not self.interrupted:
-            raise Aborted(
-                f"request {request.request_id} ended with {finish} after {len(draft.token_ids)} tokens"
-            )
+            raise Aborted(f"request {request.request_id} ended with {finish} after {tokens} tokens")
+
+    @contextlib.contextmanager
+    def _known(self, request_id: str) -> Iterator[None]:
+        """Let :meth:`interrupt` find the request, and wait for who reads its tokens."""
+        reader = asyncio.current_task()
+        if reader is not None:
+            self._running[request_id] = reader
+        try:
+            yield
+        finally:
+            self._running.pop(request_id, None)

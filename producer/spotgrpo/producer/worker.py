@@ -35,6 +35,8 @@ from spotgrpo.producer.reports import Reporter
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.room import Room
 from spotgrpo.producer.sampler import Aborted, Sampled, Sampler
+from spotgrpo.producer.saving import Saver
+from spotgrpo.producer.segments import GroupVersions, SegmentCounts, too_old
 from spotgrpo.producer.waiting import Watchdog
 from spotgrpo.shared.config import WorkerConfig
 from spotgrpo.shared.errors import SpotGRPOError, WireError
@@ -94,7 +96,8 @@ class Worker:
         self._jobs: dict[TaskId, Job] = {}
         self._freed = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sampler = Sampler(wiring.engine, self._count)
+        self._sampler = Sampler(wiring.engine, self._count, wiring.config.segment_tokens)
+        self._segments = SegmentCounts()
         self._partials = Partials(
             wiring.store, self._keys, wiring.worker_id, wiring.document.max_staleness
         )
@@ -118,6 +121,9 @@ class Worker:
             self._spawn(self._watch_engine()),
             self._spawn(self._watch_progress()),
         ]
+        every_s = self._w.config.partial_every_s
+        if every_s is not None:
+            background.append(self._spawn(Saver(self._jobs, self._partials, every_s).run()))
         wakeups = self._subscribe()
         if wakeups is not None:
             background.append(self._spawn(self._wake_for_ever(wakeups)))
@@ -240,17 +246,40 @@ class Worker:
                 job.enter(Stage.SAMPLING)
                 job.drafts = self._partials.begin(task, found, adopted.version)
                 try:
-                    return adopted, await self._generate(job, adopted)
+                    return await self._generate(job, adopted)
                 except RequestRefused as exc:
                     if not any(draft.brought for draft in job.drafts):
                         raise
                     log.error("a partial of task %s is not used: %s", task.task_id, exc)
                     found = []
 
-    async def _generate(self, job: Job, adopted: Adopted) -> Sampled:
-        sequences = job.task.group_size
-        with self._w.policy.using(adopted) as version, self._submitting(sequences):
-            return await self._sampler.sample(job.task, version, job.drafts)
+    async def _generate(self, job: Job, adopted: Adopted) -> tuple[Adopted, Sampled]:
+        """The group, and the version that it was on at its end."""
+        switches = self._w.config.inflight == "switch"
+        versions = GroupVersions(
+            self._w.policy, job.task, adopted, self._segments, switches=switches
+        )
+        with versions, self._submitting(job.task.group_size):
+            sampled = await self._sampler.sample(job.task, versions, job.drafts)
+        self._note_stale(job.task, sampled)
+        return versions.adopted, sampled
+
+    def _note_stale(self, task: Task, sampled: Sampled) -> None:
+        """Say, once, and count what took so long that no learner can train it. It decides, and gets them all."""
+        current, limit = self._w.policy.current, self._w.document.max_staleness
+        if current is None or task.pinned is not None:
+            return
+        stale = too_old([one.versions for one in sampled.rollouts], current.version, limit)
+        if stale and not self._segments.stale:
+            log.warning(
+                "%d rollouts of task %s have tokens more than max_staleness = %d versions older than %s: they "
+                "take too long to be trained (train.max_staleness, sampling.max_new_tokens)",
+                stale,
+                task.task_id,
+                limit,
+                current.version,
+            )
+        self._segments.stale += stale
 
     def _version_for(self, task: Task) -> Adopted | None:
         """The version that a task would be sampled on now; None where it has to wait."""
@@ -408,6 +437,9 @@ class Worker:
             "partials_resumed": self._partials.counts.resumed,
             "partials_stale": self._partials.counts.stale,
             "tokens_resumed": self._partials.counts.tokens_resumed,
+            "rollouts_switched": self._segments.switched,
+            "rollouts_made_room": self._segments.made_room,
+            "rollouts_stale": self._segments.stale,
             "adopted": self._w.policy.counts.adopted,
             "refused": self._w.policy.counts.refused,
             "refused_why": activity.refused_why,
