@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spotgrpo.consumer.audit import read_chain
+from spotgrpo.consumer.loop import TrainingLoop
 from spotgrpo.shared.errors import ConfigError, Fenced, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.manifest import sha256_hex
@@ -259,6 +261,39 @@ def test_a_stop_is_heard_while_the_bucket_takes_no_commit(
         world.learner(config_of(max_steps=4)).run()
     assert world.audit().balanced
     assert len(world.durable_steps()) == 4
+
+
+def test_a_step_that_was_given_up_is_not_settled_by_a_commit_that_lands_after_all(
+    worlds: Callable[[MemoryStore], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket comes back in the moment in which a learner that was told to stop has waited long enough."""
+    monkeypatch.setattr("spotgrpo.consumer.loop.LAST_COMMIT_S", 0.5)
+    store, stopping = DownStore(), threading.Event()
+    world = worlds(store)
+    plain = TrainingLoop._finish
+
+    def finish(loop: TrainingLoop) -> None:
+        store.down = False
+        until(lambda: loop.committer.idle, 30.0)
+        plain(loop)
+
+    def cut() -> None:
+        store.down = len(trainer.steps) >= 1
+
+    monkeypatch.setattr(TrainingLoop, "_finish", finish)
+    trainer = BookkeepingTrainer(cut)
+    with ThreadWorker(world):
+        learner = Background(world.learner(config_of(max_steps=100), trainer, stopping).run)
+        until(lambda: len(trainer.steps) == 2)
+        time.sleep(0.5)
+        stopping.set()
+        assert learner.ends(40)
+    trained = [
+        str(task)
+        for ledger in read_chain(store, world.latest())
+        for task in ledger.settled.get("trained", ())
+    ]
+    assert trained == flatten(world.durable_steps())
 
 
 def test_a_stop_is_heard_while_a_dead_letter_cannot_be_stored(

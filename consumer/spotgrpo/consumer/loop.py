@@ -159,6 +159,7 @@ class TrainingLoop:
     version: int
     give_up_at: float | None = None
     """Monotonic seconds at which a learner that was told to stop waits for the bucket no longer."""
+    has_given_up: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -282,15 +283,18 @@ class TrainingLoop:
         self.committer.submit(Commit(new, ledger, state, self.progress.step_s, self.is_done))
 
     def _land(self) -> bool:
-        """Wait for the commit in flight as long as it takes; once told to stop, LAST_COMMIT_S in all, then False."""
+        """Wait for the commit in flight as long as it takes; once told to stop, LAST_COMMIT_S in all, then False.
+
+        False for good, though it may land after all: the step of which nothing was handed over is settled by then,
+        and a commit would say so without the weights that it made.
+        """
         with self.progress.waiting_for_commit():
-            while not self.committer.wait_idle(timeout_s=COMMIT_POLL_S):
+            while not self.has_given_up and not self.committer.wait_idle(timeout_s=COMMIT_POLL_S):
                 self.progress.still_committing()
                 if self.stopping.is_set():
                     self.give_up_at = self.give_up_at or time.monotonic() + LAST_COMMIT_S
-                    if time.monotonic() >= self.give_up_at:
-                        return False
-        return True
+                    self.has_given_up = time.monotonic() >= self.give_up_at
+        return not self.has_given_up
 
     def _finish(self) -> None:
         """Make durable what was trained, so that nothing of it is trained again."""
