@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import quote
 
@@ -317,3 +318,28 @@ def test_every_option_says_what_it_means() -> None:
     for row in rows:
         key, _default, meaning = (cell.strip() for cell in row.strip("|").split(" | "))
         assert meaning, key
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["worker.engine=vllm-server"], "needs worker.servers, at least one address"),
+        (["worker.servers=['gpu1:8000']"], "should be http://host:port or https://host:port"),
+        (["worker.servers=['http://u:p@gpu1']"], "should be http://host:port"),
+        (["worker.servers=['http://a', 'http://a/v1/']"], "names a server twice"),
+        (["worker.server_adapter_dir=/mnt/x"], "needs worker.cache_dir"),
+    ],
+)
+def test_servers_that_no_worker_could_use_are_refused(
+    toml: Path, sets: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(toml, sets, environ={})
+
+
+def test_servers_are_given_as_to_other_clients_and_their_key_is_a_secret(toml: Path) -> None:
+    sets = ["worker.servers=['http://gpu1:8000/v1', 'https://b.example/x/']"]
+    config = load_config(toml, sets, environ={"SPOTGRPO_WORKER__SERVER_API_KEY": "topsecret"})
+    assert config.worker.servers == ["http://gpu1:8000", "https://b.example/x"]
+    assert "topsecret" in secrets_of(config)
+    assert "topsecret" not in str(redacted(config))

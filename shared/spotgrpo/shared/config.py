@@ -30,6 +30,7 @@ HTTP_ADDRESS = re.compile(
     r"http://([a-zA-Z0-9_-]{1,63}(\.[a-zA-Z0-9_-]{1,63})*|\[[0-9a-fA-F:.]+\])(:(?P<port>\d{1,5}))?(/[\w./-]*)?",
     re.ASCII,
 )
+SERVER_ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 
 
 class Section(BaseModel):
@@ -294,7 +295,8 @@ class WorkerConfig(Section):
     """A generator worker."""
 
     engine: Annotated[
-        Literal["auto", "vllm", "transformers"], Field(description="auto: vllm where it imports.")
+        Literal["auto", "vllm", "vllm-server", "transformers"],
+        Field(description="auto: vllm where it imports, else transformers."),
     ] = "auto"
     max_inflight: Annotated[
         Positive,
@@ -355,6 +357,19 @@ class WorkerConfig(Section):
         dict[str, Any],
         Field(description="Further vLLM engine arguments (tensor_parallel_size, …)."),
     ] = {}
+    servers: Annotated[
+        list[str], Field(description="Addresses of running vLLM servers (vllm-server engine).")
+    ] = []
+    server_api_key: Annotated[
+        SecretStr | None, Field(description="The servers' --api-key; none: they ask for none.")
+    ] = None
+    server_adapter_dir: Annotated[
+        str | None,
+        Field(description="worker.cache_dir as the servers see it; none: by the same path."),
+    ] = None
+    server_timeout_s: Annotated[
+        Seconds, Field(description="A server without an answer or a token for this long is lost.")
+    ] = 120.0
 
     @field_validator("inflight")
     @classmethod
@@ -370,6 +385,25 @@ class WorkerConfig(Section):
         if value is not None and (found is None or int(found["port"] or 80) > MAX_PORT):
             raise ValueError("should be http://host or http://host:port")
         return value
+
+    @field_validator("servers")
+    @classmethod
+    def _are_addresses(cls, value: list[str]) -> list[str]:
+        """As given on the command line of an OpenAI client, too: with ``/v1``, which is taken off."""
+        found = [url.rstrip("/").removesuffix("/v1") for url in value]
+        if not all(SERVER_ADDRESS.fullmatch(url) for url in found):
+            raise ValueError("should be http://host:port or https://host:port, without @, ? and #")
+        if len(set(found)) < len(found):
+            raise ValueError("names a server twice")
+        return found
+
+    @model_validator(mode="after")
+    def _has_servers(self) -> WorkerConfig:
+        if self.engine == "vllm-server" and not self.servers:
+            raise ValueError("engine vllm-server needs worker.servers, at least one address")
+        if self.server_adapter_dir is not None and self.cache_dir is None:
+            raise ValueError("worker.server_adapter_dir needs worker.cache_dir: the same folder")
+        return self
 
 
 class LogConfig(Section):

@@ -111,10 +111,10 @@ def redacted(config: BaseModel) -> dict[str, Any]:
 
 
 def secrets_of(config: Config | WorkerView) -> tuple[str, ...]:
-    """The texts that no log may show: the broker's password, as given and unquoted, and the secret key."""
+    """The texts that no log may show: the broker's password, as given and unquoted, and the keys."""
     password = password_of(config.broker.url.get_secret_value())
-    secret = config.bucket.secret_access_key
-    found = (password, unquote(password), secret.get_secret_value() if secret else "")
+    keys = (config.bucket.secret_access_key, config.worker.server_api_key)
+    found = (password, unquote(password), *(key.get_secret_value() for key in keys if key))
     return tuple(dict.fromkeys(text for text in found if text))
 
 
