@@ -330,7 +330,7 @@ def reconcile(fleet: Fleet) -> dict[str, int]:
 # ---- the run ----------------------------------------------------------------------------------------------------
 
 
-def settings(clock: Clock) -> tuple[str, ...]:
+def settings(clock: Clock, folder: Path) -> tuple[str, ...]:
     """Enough tasks outstanding that all workers are always busy, and steps that the learner does with time to spare."""
     return (
         f"train.groups_per_step={GROUPS_PER_STEP}",
@@ -341,6 +341,7 @@ def settings(clock: Clock) -> tuple[str, ...]:
         f"worker.max_inflight={GROUP_SIZE * GROUPS_IN_FLIGHT}",
         "worker.engine_stall_s=30",
         "broker.heartbeat_s=10",
+        f"worker.cache_dir={folder / 'caches'}",  # a killed worker leaves its own behind
     )
 
 
@@ -390,7 +391,8 @@ def main() -> None:
     clock = Clock(args.factor, args.startup_s)
     with kept_on_failure(Path(tempfile.mkdtemp(prefix="spotgrpo-churn-"))) as folder:
         token_s = clock.group_s / ENGINE_TOKENS
-        with World(folder, token_s=token_s, run="churn", sets=settings(clock)) as world:
+        sets = settings(clock, folder)
+        with World(folder, token_s=token_s, run="churn", sets=sets) as world:
             results = measure(world, clock, rates, args)
     names = ("kills_per_hour", "goodput", "worker_time_left", "wasted_tokens_pct", "recovery_s")
     print(json.dumps({name: [result[name] for result in results] for name in names}))
