@@ -10,11 +10,13 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spotgrpo.consumer.commit import BucketWriter, NewVersion
-from spotgrpo.producer.engines.base import Chunk, GenerationRequest
+from spotgrpo.producer.engines.base import Chunk, EngineSpec, GenerationRequest
 from spotgrpo.producer.engines.ends import Ends
+from spotgrpo.producer.engines.threaded import Running, ThreadedEngine
 from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.worker import Wiring, Worker
@@ -26,7 +28,7 @@ from spotgrpo.shared.memory.broker import MemoryBroker, MemoryConsumer, MemorySu
 from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.ports import Broker, Delivery, Message, ObjectStore, Stored
 from spotgrpo.shared.stopping import Stopping
-from spotgrpo.shared.wire import Group, Sampling, Task, decode_group, encode_task
+from spotgrpo.shared.wire import Float32Array, Group, Sampling, Task, decode_group, encode_task
 from tests.tools.loop_world import RUN, World, config_of, document_of
 from tests.tools.scripted_engine import VOCABULARY, ScriptedEngine
 
@@ -101,11 +103,13 @@ class Bench(World):
         group_size: int = 2,
         prompt_ids: tuple[int, ...] = (1, 2),
         temperature: float = 1.0,
+        pinned: PolicyVersion | None = None,
     ) -> Task:
         """Publish a task."""
         task = Task(
             run=RUN, task_id=TaskId(index), prompt_ids=prompt_ids, prompt="p", row={},
             sampling=Sampling(tokens, temperature), seeds=tuple(range(group_size)), min_version=min_version,
+            pinned=pinned,
         )  # fmt: skip
         self.publisher.publish(
             self.queues.tasks, Message(encode_task(task), str(task.task_id))
@@ -410,6 +414,61 @@ def test_a_silent_engine_ends_the_worker(bench: Bench) -> None:
             bench.ask(0)
             with pytest.raises(SpotGRPOError, match="no token"):
                 await running
+
+    run(story)
+
+
+class StuckEngine(ThreadedEngine):
+    """Holds its thread at the first token, as a hanging driver does: no order is taken any more."""
+
+    name = "stuck"
+    engine_version = "1"
+    max_versions = 4
+
+    def __init__(self) -> None:
+        spec = EngineSpec(model="none", lora_rank=1, lora_alpha=1.0, target_modules=("q_proj",))
+        super().__init__(spec)
+        self.held = threading.Event()
+        self.is_stuck = False
+
+    def _open(self) -> Ends:
+        return Ends(Letters(), frozenset(), 64, VOCABULARY)
+
+    def _put_on(self, version: PolicyVersion, folder: Path) -> int:
+        return 1
+
+    def _logprobs(self, version: PolicyVersion | None, token_ids: tuple[int, ...]) -> Float32Array:
+        return np.full(len(token_ids) - 1, -1.0, dtype=np.float32)
+
+    def _sample(self) -> list[tuple[Running, Chunk]]:
+        self.is_stuck = True
+        self.held.wait(60)
+        return []
+
+    def _take_off(self, version: PolicyVersion) -> None: ...
+    def _take(self, running: Running) -> None: ...
+    def _drop(self, running: Running) -> None: ...
+    def _free(self) -> None: ...
+
+
+def test_an_engine_stuck_in_native_code_ends_the_worker_and_frees_its_tasks(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version came meanwhile, which it was asked to load."""
+    monkeypatch.setattr("spotgrpo.producer.engines.threaded.CLOSE_S", 0.5)
+
+    async def story() -> None:
+        bench.commit(0)
+        engine = StuckEngine()
+        await engine.start()
+        async with working(bench, engine, engine_stall_s=1.0) as (_, _, running):
+            bench.ask(0)
+            await until(lambda: engine.is_stuck)
+            bench.commit(1)
+            with pytest.raises(SpotGRPOError, match="no token"):
+                await asyncio.wait_for(asyncio.shield(running), 10)
+            assert bench.ready(bench.queues.tasks) == 1
+        engine.held.set()
 
     run(story)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
     from spotgrpo.shared.ids import PolicyVersion
     from spotgrpo.shared.wire import Float32Array
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CLOSE_S: Final = 20.0
+"""For the step at hand and for freeing the model. The thread is a daemon: a stuck one does not keep the process."""
 LINGER_S: Final = 0.002
 """An idle engine waits so long after the first order, so that a whole group is taken at once."""
 
@@ -154,11 +158,13 @@ class ThreadedEngine(ABC):
         return await self._call(partial(self._score, version, tuple(token_ids)))
 
     async def close(self) -> None:
-        """Abort what runs, free the model and end the thread. Idempotent."""
+        """Abort what runs, free the model and end the thread; one that is stuck is left behind. Idempotent."""
         if self._thread.ident is None:
             return
         self._orders.put(self._stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("the %s engine is stuck: leaving without it", self.name)
 
     async def _call(self, function: Callable[[], T]) -> T:
         if self._thread.ident is None:
