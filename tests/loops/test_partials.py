@@ -73,11 +73,13 @@ class TroubledStore(MemoryStore):
         super().__init__()
         self.error: Exception | None = None
         self.is_silent = False
+        self.waiting = 0
         self.release = threading.Event()
 
     def create(self, key: str, body: bytes) -> None:
         if "/partials/" in key:
             if self.is_silent:
+                self.waiting += 1
                 self.release.wait(30)
             if self.error is not None:
                 raise self.error

@@ -246,7 +246,7 @@ def test_rollouts_that_no_learner_can_train_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("took_s", "pause_s"), [(0.0, 5.0), (0.5, 4.0), (2.0, 1.0), (9.0, 5.0 * LEAST_PAUSE)]
+    ("took_s", "pause_s"), [(0.0, 4.5), (0.5, 3.5), (1.5, 1.5), (9.0, 5.0 * LEAST_PAUSE)]
 )
 def test_what_a_round_takes_comes_off_its_pause(took_s: float, pause_s: float) -> None:
     assert pause_after(took_s, 5.0) == pytest.approx(pause_s)

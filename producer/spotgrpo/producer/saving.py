@@ -23,16 +23,17 @@ log = logging.getLogger(__name__)
 
 STORE_S: Final = 15.0
 """How long the bucket may take for one partial; then it counts as away."""
+MARGIN: Final = 0.1
 LEAST_PAUSE: Final = 0.1
-"""Of ``every_s``, between two rounds of a bucket that cannot keep up."""
+"""Of ``every_s``: kept back for rounds that take longer than the one before, and let pass between two in any case."""
 
 
 def pause_after(took_s: float, every_s: float) -> float:
     """Seconds from the end of a round that took ``took_s`` to the next one.
 
-    A token waits for the next round's begin, then for its end: the two together should be ``every_s``.
+    A token waits for the next round to begin, then to end: the two together are to stay under ``every_s``.
     """
-    return max(LEAST_PAUSE * every_s, every_s - 2 * took_s)
+    return max(LEAST_PAUSE * every_s, (1 - MARGIN) * every_s - 2 * took_s)
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Saver:
 
     async def run(self) -> None:
         """Save for ever. The bucket may fail as it likes: a round that it does not take is skipped."""
-        pause_s = self.every_s
+        pause_s = pause_after(0.0, self.every_s)
         while True:
             await asyncio.sleep(pause_s)
             began = time.monotonic()
@@ -54,17 +55,18 @@ class Saver:
             pause_s = pause_after(time.monotonic() - began, self.every_s)
 
     async def _save_all(self) -> None:
-        why = ""
+        why, has_saved = "", False
         for job in list(self.jobs.values()):
             try:
                 if job.task.task_id in self.jobs:  # it may have been done while others were saved
-                    await self.partials.store(job.task, job.drafts, STORE_S)
+                    has_saved |= await self.partials.store(job.task, job.drafts, STORE_S)
             except (TimeoutError, TransientError) as exc:
                 why = str(exc) or "the bucket does not answer"
                 break
             except SpotGRPOError as exc:  # refused, or too big: others may do
                 why = str(exc)
-        self._note_trouble(why)
+        if why or has_saved:
+            self._note_trouble(why)
 
     def _note_trouble(self, why: str) -> None:
         """Said once when it begins and once when it is over."""
