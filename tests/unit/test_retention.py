@@ -8,7 +8,7 @@ import pytest
 
 from spotgrpo.consumer.ledger import Ledger
 from spotgrpo.consumer.retention import UNKNOWN_S, Retention
-from spotgrpo.shared.errors import StoreUnavailable
+from spotgrpo.shared.errors import Fenced, StoreUnavailable
 from spotgrpo.shared.ids import Keys, TaskId
 from spotgrpo.shared.manifest import Durable, Latest, Serving
 from spotgrpo.shared.memory.store import MemoryStore
@@ -40,7 +40,9 @@ class AgedStore(MemoryStore):
 
 
 def swept(store: MemoryStore) -> None:
-    retention = Retention(store, KEYS, keep=3, every=None, clock=lambda: NOW)
+    retention = Retention(
+        store, KEYS, keep=3, every=None, check_mine=lambda: None, clock=lambda: NOW
+    )
     retention.apply(LATEST, [], LEDGER)
 
 
@@ -78,6 +80,23 @@ def test_rule_9_what_belongs_to_no_task_is_deleted_after_a_day(age_s: float, sta
     assert len(list(store.list(""))) == (2 if stays else 0)
 
 
+def test_rule_9_a_learner_that_lost_the_run_deletes_nothing_of_a_task_that_the_next_one_requeued() -> (
+    None
+):
+    """Task 3 is dead in this ledger. The next learner issued its second attempt, since somebody asked."""
+    store = AgedStore()
+    store.create(KEYS.group(TaskId(3, 2), "ab" * 32), b"x")
+
+    def check_mine() -> None:
+        assert list(store.list(KEYS.groups)), "it is asked after the listing, before the deleting"
+        raise Fenced("lost the run")
+
+    retention = Retention(store, KEYS, keep=3, every=None, check_mine=check_mine, clock=lambda: NOW)
+    with pytest.raises(Fenced):
+        retention.apply(LATEST, [], LEDGER)
+    assert list(store.list(KEYS.groups))
+
+
 def test_other_objects_are_left_alone() -> None:
     store = AgedStore()
     for key in (KEYS.dead(TaskId(3)), "other/partials/00000003.1.w.1", "r/partials", "r/notes"):
@@ -93,7 +112,9 @@ def test_failing_to_delete_costs_space_and_one_line(caplog: pytest.LogCaptureFix
 
     store = Stubborn()
     store.create(KEYS.partial(TaskId(3), "w", 1), b"x")
-    retention = Retention(store, KEYS, keep=3, every=None, clock=lambda: NOW)
+    retention = Retention(
+        store, KEYS, keep=3, every=None, check_mine=lambda: None, clock=lambda: NOW
+    )
     for _ in range(3):
         retention.apply(LATEST, [], LEDGER)
     assert caplog.text.count("takes space") == 1

@@ -173,7 +173,13 @@ class Learner:
     def _retention(self) -> Retention:
         train = self._w.config.train
         keep = train.max_staleness + 2
-        return Retention(self._w.store, self._keys, keep=keep, every=train.keep_every)
+        return Retention(
+            self._w.store,
+            self._keys,
+            keep=keep,
+            every=train.keep_every,
+            check_mine=self._pointer.check_mine,
+        )
 
     def _intake(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from spotgrpo.consumer.ledger import Ledger
-from spotgrpo.shared.errors import SpotGRPOError, WireError
+from spotgrpo.shared.errors import Fenced, SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.manifest import Latest
 from spotgrpo.shared.ports import ObjectInfo, ObjectStore
@@ -28,6 +28,7 @@ class Retention:
     Args:
         keep: versions to keep, counted back from the newest.
         every: keep every n-th version for good; None none.
+        check_mine: raises Fenced once another learner has the run.
         clock: Unix seconds.
     """
 
@@ -38,20 +39,27 @@ class Retention:
         *,
         keep: int,
         every: int | None,
+        check_mine: Callable[[], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._keys, self._keep, self._every = store, keys, keep, every
-        self._clock = clock
+        self._check_mine, self._clock = check_mine, clock
         self._complained = False
 
     def apply(self, latest: Latest, superfluous: Sequence[str], ledger: Ledger) -> None:
-        """Called once ``latest`` and ``ledger`` are committed, with keys of bodies that they made superfluous."""
+        """Called once ``latest`` and ``ledger`` are committed, with keys of bodies that they made superfluous.
+
+        Raises:
+            Fenced: another learner has taken the run over meanwhile.
+        """
         try:
             if superfluous:
                 self._store.delete(superfluous)
             self._drop_states(latest)
             self._drop_versions(latest)
             self._drop_leftovers(ledger)
+        except Fenced:
+            raise
         except SpotGRPOError as exc:
             if not self._complained:
                 log.warning("cannot delete what is not needed any more, it takes space: %s", exc)
@@ -96,6 +104,9 @@ class Retention:
                 if self._is_over(info, ledger.cursor, oldest_attempts)
             ]
             if over:
+                # After the listing: one who took the run over may have issued a dead task again, because somebody
+                # asked, and a worker stored this for it.
+                self._check_mine()
                 self._store.delete(over)
 
     def _is_over(self, info: ObjectInfo, cursor: int, oldest_attempts: Mapping[int, int]) -> bool:
