@@ -244,9 +244,8 @@ class PolicyWatcher:
                     f"the adapter went on {modules} modules, not on {manifest.modules}"
                 )
             verdict = await self._probe(manifest)
-        except (
-            Exception
-        ):  # not where it is cancelled: a worker that leaves waits for no stuck engine
+        except Exception:
+            # Not where it is cancelled: a worker that leaves waits for no engine that is stuck.
             await self._forget(manifest.policy, folder)
             raise
         return Adopted(manifest.policy, serving.sha256, folder, verdict)
