@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotgrpo.producer.engines.base import EngineSpec
+from spotgrpo.producer.engines.base import EngineSpec, ServersSpec
 from spotgrpo.producer.engines.registry import make_engine
 from spotgrpo.producer.notices import NoticeWatch
 from spotgrpo.producer.policy import PolicyWatcher
@@ -28,7 +28,7 @@ from spotgrpo.shared.tokenizing import load_tokenizer
 from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
 
 if TYPE_CHECKING:
-    from spotgrpo.shared.config import WorkerView
+    from spotgrpo.shared.config import WorkerConfig, WorkerView
     from spotgrpo.shared.ports import Broker, ObjectStore
     from spotgrpo.shared.stopping import Stopping
 
@@ -81,6 +81,8 @@ def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
             folder = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="spotgrpo-", dir=cache))
             )
+            if view.worker.engine == "vllm-server":
+                folder.chmod(0o755)  # its servers may be another user's
             asyncio.run(
                 _work(view, document, model, store, broker, rewards, tokenizer, folder, stopping)
             )
@@ -201,6 +203,18 @@ def engine_spec(view: WorkerView, document: RunDocument, model: ModelConfig) -> 
         device=worker.device,
         threads=worker.threads,
         vllm=worker.vllm,
+        servers=_servers(worker),
+    )
+
+
+def _servers(worker: WorkerConfig) -> ServersSpec:
+    key = worker.server_api_key
+    return ServersSpec(
+        urls=tuple(worker.servers),
+        api_key=key.get_secret_value() if key else None,
+        timeout_s=worker.server_timeout_s,
+        shared_dir=worker.cache_dir,
+        server_dir=worker.server_adapter_dir,
     )
 
 

@@ -21,7 +21,9 @@ _CHATTY = (
     "urllib3",
     "s3transfer",
     "httpx",
+    "httpx2",
     "httpcore",
+    "httpcore2",
     "filelock",
     "asyncio",
 )

