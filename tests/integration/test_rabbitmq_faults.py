@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from spotgrpo.shared.config import BrokerConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, SpotGRPOError
 from spotgrpo.shared.ports import Consumer, Delivery, Message, QueueDepth
 from spotgrpo.shared.rabbitmq import RabbitMQBroker, inspect, redact
+from spotgrpo.shared.rabbitmq.link import Connection, Link
 from spotgrpo.shared.services import PrivateRabbitMQ
 from tests.tools.proxy import Proxy
 from tests.tools.tls_front import TlsFront, self_signed
@@ -157,6 +159,26 @@ def test_a_reset_on_every_connect_is_outlasted_and_told_in_two_lines(
     future.result(WAIT_S)
     assert len(lines(caplog, "publisher: no connection")) == 1
     assert len(lines(caplog, "publisher: connected")) == 1
+
+
+def test_a_broker_that_closes_every_connection_it_opens_is_asked_less_and_less_often(
+    make: Make, proxy: Proxy, rabbitmq_server: PrivateRabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Link._on_open
+    opened: list[float] = []
+
+    def open_and_close(link: Link, connection: Connection) -> None:
+        plain(link, connection)
+        opened.append(time.monotonic())
+        link.call_later(0.01, connection.abort)
+
+    monkeypatch.setattr(Link, "_on_open", open_and_close)
+    broker = make(through(proxy, rabbitmq_server))
+    broker.declare()
+    broker.consumer(broker.queues.tasks, 1)
+    time.sleep(6.0)
+    monkeypatch.setattr(Link, "_on_open", plain)
+    assert 2 <= len(opened) <= 12, "a growing pause, not a busy loop"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import functools
 import logging
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from spotgrpo.shared.rabbitmq.server import Backoff, Server
 log = logging.getLogger(__name__)
 
 ABORT_GRACE_S = 0.5
+STEADY_S = 5.0
+"""A connection that stood for less did not end the trouble: the pauses before the next ones go on growing."""
 RECEIVE_BYTES = 1 << 17
 BODY_FRAME = struct.Struct(">BHL")
 FRAME_END_BYTE = bytes([FRAME_END])
@@ -99,6 +102,7 @@ class Link:
         self._connection: Connection | None = None
         self._connected = threading.Event()
         self._backoff = Backoff()
+        self._opened_at = 0.0
         self._closing = False
         self._crash: BaseException | None = None
         self.blocked = False
@@ -209,7 +213,7 @@ class Link:
 
     def _on_open(self, connection: Connection) -> None:
         self._server.outage.end(self, self._name)
-        self._backoff.reset()
+        self._opened_at = time.monotonic()
         self.blocked = False
         self._connected.set()
         self._user.on_connected(connection)
@@ -224,6 +228,8 @@ class Link:
         self._connected.clear()
         self.blocked = False
         if was_connected:
+            if time.monotonic() - self._opened_at >= STEADY_S:
+                self._backoff.reset()
             self._user.on_lost()
         if self._closing:
             self._loop.stop()
