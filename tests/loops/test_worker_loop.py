@@ -418,6 +418,28 @@ def test_a_silent_engine_ends_the_worker(bench: Bench) -> None:
     run(story)
 
 
+def test_a_worker_that_hears_of_a_version_in_the_moment_of_its_end_ends(bench: Bench) -> None:
+    """Cancelled in each of the turns that the event loop takes to bring the news."""
+
+    async def story() -> None:
+        bench.commit(0)
+        for turns in range(5):
+            engine = ScriptedEngine()
+            async with working(bench, engine, worker_id=f"w{turns}") as (worker, _, _):
+                await until(lambda worker=worker: serves(worker, 0))
+            policy = worker._w.policy
+            watching = asyncio.create_task(policy.run())
+            await asyncio.sleep(0.02)
+            policy.wake()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            watching.cancel()
+            await asyncio.wait({watching}, timeout=2)
+            assert watching.cancelled(), turns
+
+    run(story)
+
+
 class StuckEngine(ThreadedEngine):
     """Holds its thread at the first token, as a hanging driver does: no order is taken any more."""
 

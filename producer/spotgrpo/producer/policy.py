@@ -153,8 +153,10 @@ class PolicyWatcher:
         self.trouble = ""
 
     async def _pause(self, seconds: float) -> None:
+        # Not wait_for: until Python 3.12 it may take a cancellation for the wake-up, and the worker would not end.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
         self._woken.clear()
 
     async def _look(self) -> None:
