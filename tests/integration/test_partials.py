@@ -262,3 +262,67 @@ async def test_a_sampled_group_of_two_versions_has_the_logprobs_of_each_of_them(
             foreign = np.abs(tables[FIRST][index][k:] - ours.logprobs[k:])
             assert foreign.max() > 0.05, "the versions are told apart"
     assert continued
+
+
+# ---- segments ---------------------------------------------------------------------------------------------------
+
+
+async def whole_and_in_segments(
+    bench: Bench, engine: Any, temperature: float
+) -> tuple[Group, Group]:
+    """The same question as one request a rollout, and in segments."""
+    found = []
+    for index, options in enumerate(({}, {"segment_tokens": 7})):
+        bench.ask(index, tokens=TOKENS, prompt_ids=PROMPT, temperature=temperature)
+        async with working(bench, engine, worker_id=f"w{index}", **options):
+            found += await bench.answers(1)
+    return found[0], found[1]
+
+
+async def test_a_greedy_group_in_segments_is_that_of_one_request_a_rollout(
+    bench: Bench, engine: Any
+) -> None:
+    before = engine.sampled
+    whole, segmented = await whole_and_in_segments(bench, engine, temperature=0.0)
+    assert engine.sampled - before == whole.tokens + segmented.tokens
+    for one, other in zip(whole.rollouts, segmented.rollouts, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert (one.finish, one.versions) == (other.finish, other.versions)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=LIMIT)
+
+
+async def test_a_sampled_group_in_segments_is_the_same_one_with_the_transformers_engine(
+    bench: Bench, engine: Any, trained: Trained
+) -> None:
+    whole, segmented = await whole_and_in_segments(bench, engine, TEMPERATURE)
+    for plain, ours in zip(trained.logprobs(FIRST, segmented), segmented.rollouts, strict=True):
+        np.testing.assert_allclose(plain, ours.logprobs, atol=LIMIT)
+    if engine.name == "transformers":  # vLLM begins a stream of its own with each request
+        for one, other in zip(whole.rollouts, segmented.rollouts, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+async def test_a_group_that_switches_has_the_logprobs_of_the_versions_that_it_names(
+    bench: Bench, engine: Any, trained: Trained
+) -> None:
+    bench.ask(0, tokens=TOKENS, prompt_ids=PROMPT, temperature=TEMPERATURE, group_size=GROUP_SIZE)
+    async with working(bench, engine, segment_tokens=5, inflight="switch") as (worker, _, _):
+        await until(lambda: worker._tokens >= GROUP_SIZE * 4)
+        bench.commit(2, modules=trained.trainer.modules, files=trained.files[SECOND])
+        (group,) = await bench.answers(1)
+    tables = {version: trained.logprobs(version, group) for version in (FIRST, SECOND)}
+    switched = 0
+    for index, ours in enumerate(group.rollouts):
+        start = 0
+        for ran in ours.versions:
+            of = slice(start, start + ran.tokens)
+            errors = np.abs(tables[ran.version][index][of] - ours.logprobs[of])
+            assert errors.max() < LIMIT
+            start += ran.tokens
+        if len(ours.versions) == 2:
+            switched += 1
+            assert ours.versions[0].version == FIRST
+            assert ours.versions[0].tokens % 5 == 0
+            foreign = np.abs(tables[FIRST][index][of] - ours.logprobs[of])
+            assert foreign.max() > 0.05, "the versions are told apart"
+    assert switched
