@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from pika.adapters.utils import io_services_utils
 
+from spotgrpo.producer.run import wait_for_queues
 from spotgrpo.shared.config import BrokerConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, SpotGRPOError
 from spotgrpo.shared.ports import Consumer, Delivery, Message, QueueDepth
 from spotgrpo.shared.rabbitmq import RabbitMQBroker, inspect, redact
 from spotgrpo.shared.rabbitmq.link import Connection, Link
 from spotgrpo.shared.services import PrivateRabbitMQ
+from spotgrpo.shared.stopping import Stopping
 from tests.tools.proxy import Proxy
 from tests.tools.tls_front import TlsFront, self_signed
 
@@ -492,6 +494,28 @@ def test_an_unreachable_broker_is_given_up_at_the_deadline(
     assert failure.value.exit_code == 3
     assert proxy.accepted >= 2
     assert len(caplog.records) == 1
+
+
+def test_a_stop_is_heard_while_the_broker_is_away(
+    proxy: Proxy, rabbitmq_server: PrivateRabbitMQ, run: str
+) -> None:
+    """A worker waits for its queues; the broker, which it has reached, goes away for longer than a stop may take."""
+    config = BrokerConfig.model_validate({"url": through(proxy, rabbitmq_server)})
+    stopping = Stopping()
+    broker, found = RabbitMQBroker(config, run, stopping), list[bool]()
+
+    def wait() -> None:
+        found.append(wait_for_queues(broker, broker.queues, stopping, 30.0))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    until(lambda: proxy.accepted >= 2)
+    proxy.refusing = True
+    proxy.cut()
+    until(lambda: proxy.accepted >= 5)
+    stopping.set()
+    waiting.join(5)
+    assert found == [False]
 
 
 def test_a_broker_that_comes_late_is_waited_for(

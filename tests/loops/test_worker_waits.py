@@ -212,6 +212,18 @@ def test_a_broker_that_was_never_reached_ends_the_start() -> None:
         wait_for_queues(broker, broker.queues, Stopping(), 30.0)
 
 
+def test_a_stop_before_the_broker_was_reached_is_no_error() -> None:
+    stopping = Stopping()
+
+    class Away(MemoryBroker):
+        def wait_until_declared(self, timeout_s: float | None = None) -> bool:
+            stopping.set()
+            raise BrokerUnavailable("told to stop")
+
+    broker = Away(MemoryBrokerServer(), RUN)
+    assert not wait_for_queues(broker, broker.queues, stopping, 30.0)
+
+
 def test_run_json_is_waited_for_aloud(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ def run_learner(
     """
     store = S3Store.connect(config.bucket, stopping)
     require_compare_and_swap(store)
-    broker = RabbitMQBroker(config.broker, config.run.id)
+    broker = RabbitMQBroker(config.broker, config.run.id, stopping)
     folder = config.run.output_dir / config.run.id
     metrics = MetricsWriter(folder / "metrics.jsonl", "learner")
     try:

@@ -58,7 +58,7 @@ def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
 
 def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
     store = S3Store.connect(view.bucket, stopping)
-    broker = RabbitMQBroker(view.broker, view.run.id)
+    broker = RabbitMQBroker(view.broker, view.run.id, stopping)
     try:
         # The broker first: refused credentials should be heard of now, not once a learner has begun.
         warn_s = view.log.stall_warn_s
@@ -142,7 +142,7 @@ def wait_for_queues(broker: Broker, queues: Queues, stopping: Stopping, warn_s: 
                     return True
                 was_reached, why = True, "no learner has declared them: is the run id right?"
             except BrokerUnavailable as exc:
-                if not was_reached:
+                if not was_reached and not stopping.is_set():
                     raise
                 why = str(exc)
             stopping.wait(pause_s)

@@ -47,13 +47,16 @@ class RabbitMQBroker:
     Args:
         config: where the broker is, and the settings of its queues.
         run: run id, part of every name.
+        stopping: once set, first contact is given up (BrokerUnavailable).
 
     Raises:
         ConfigError: the URL or the run id cannot be used.
     """
 
-    def __init__(self, config: BrokerConfig, run: str) -> None:
-        self._config = config
+    def __init__(
+        self, config: BrokerConfig, run: str, stopping: threading.Event | None = None
+    ) -> None:
+        self._config, self._stopping = config, stopping
         self._queues = Queues(check_run_id(run))
         self._server = Server(config)
         self._lock = threading.Lock()
@@ -140,8 +143,15 @@ class RabbitMQBroker:
 
         deadline_s = self._config.start_deadline_s
         try:
-            result = retry(f"{what} at {self._server.shown}", attempt, deadline_s=deadline_s)
+            result = retry(
+                f"{what} at {self._server.shown}",
+                attempt,
+                deadline_s=deadline_s,
+                stopping=self._stopping,
+            )
         except BrokerUnavailable as exc:
+            if self._stopping is not None and self._stopping.is_set():
+                raise
             raise BrokerUnavailable(
                 f"broker.url = {self._server.shown!r}: no answer within broker.start_deadline_s = {deadline_s:g}: "
                 f"check the address, the network and that the server runs ({exc})"
