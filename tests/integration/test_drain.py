@@ -1,14 +1,19 @@
-"""A drain over a real broker and a real bucket: the header, the redelivery and the partial arrive as they must."""
+"""A drain, and a kill, over a real broker and a real bucket: header, redelivery and partials arrive as they must."""
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import secrets
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from spotgrpo.producer.engines.base import Chunk, GenerationRequest
 from spotgrpo.shared.config import BrokerConfig, BucketConfig
 from spotgrpo.shared.ports import Broker
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
@@ -28,7 +33,7 @@ from tests.loops.test_partials import (
     finished,
     partials,
 )
-from tests.loops.test_worker_loop import Bench, run
+from tests.loops.test_worker_loop import Bench, run, until, working
 from tests.tools.loop_world import RUN
 
 
@@ -36,6 +41,7 @@ class ServedBench(Bench):
     """The bench of the loop tests over servers."""
 
     broker_config: BrokerConfig
+    bucket_config: BucketConfig
 
     def view(self) -> Broker:
         return RabbitMQBroker(self.broker_config, RUN)
@@ -58,7 +64,7 @@ def bench(
     )
     with closing(S3Store.connect(bucket)) as store:
         bench = ServedBench(tmp_path, store=store)
-        bench.broker_config = BrokerConfig(url=rabbitmq_server.url)
+        bench.broker_config, bench.bucket_config = BrokerConfig(url=rabbitmq_server.url), bucket
         bench.open()
         yield bench
         bench.broker.close()
@@ -105,3 +111,85 @@ def test_a_redelivered_task_finds_the_partial_of_a_worker_that_died_before_it_ha
         run(story)
     finally:
         observe(None)
+
+
+# ---- a kill -----------------------------------------------------------------------------------------------------
+
+
+class Noting(Recording):
+    """Appends time, seed and position of every token that it sampled to a file, which outlives a kill."""
+
+    def __init__(self, token_s: float, path: Path) -> None:
+        super().__init__(token_s)
+        self.file = path.open("a", buffering=1)
+
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        position = len(request.prefix_ids)
+        async for chunk in super().submit(request):
+            for _ in chunk.token_ids:
+                self.file.write(f"{time.time()} {request.seed} {position}\n")
+                position += 1
+            yield chunk
+
+
+def work_until_killed(
+    folder: Path, broker: BrokerConfig, bucket: BucketConfig, every_s: float
+) -> None:
+    """A worker in a process of its own."""
+
+    async def story(bench: ServedBench) -> None:
+        engine = Noting(0.01, folder / "sampled.txt")
+        options = {"partial_every_s": every_s, "segment_tokens": 100, "inflight": "switch"}
+        async with working(bench, engine, **options):
+            await asyncio.sleep(3600)
+
+    with closing(S3Store.connect(bucket)) as store:
+        bench = ServedBench(folder, store=store)
+        bench.broker_config, bench.bucket_config = broker, bucket
+        asyncio.run(story(bench))
+
+
+def noted(path: Path) -> tuple[list[float], Counter[tuple[str, int, int]]]:
+    """When tokens were sampled, and which, as Recording counts them."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    which = Counter(("00000000.1", int(seed), int(position)) for _, seed, position in lines)
+    return [float(at) for at, _, _ in lines], which
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_worker_killed_without_notice_loses_at_most_five_seconds_of_its_tokens(
+    bench: ServedBench,
+) -> None:
+    every_s, tokens = 5.0, 2000
+    bench.commit(0)
+    bench.ask(0, tokens=tokens)
+    process = multiprocessing.get_context("spawn").Process(
+        target=work_until_killed,
+        args=(bench.folder, bench.broker_config, bench.bucket_config, every_s),
+    )
+    process.start()
+
+    async def story() -> None:
+        await until(lambda: len(partials(bench)) == 1, 40.0)
+        await asyncio.sleep(0.85 * every_s)  # the next one is near
+        process.kill()
+        await asyncio.to_thread(process.join)
+        kept = partials(bench)[-1]
+        times, first = noted(bench.folder / "sampled.txt")
+        recent = sum(at > max(times) - every_s for at in times)
+        second = Recording()
+        (group,), worker = await finished(bench, second)
+        both = first + second.sampled
+        twice = sum(count == 2 for count in both.values())
+        assert len(both) == 2 * tokens
+        assert 0 < twice == first.total() - kept.tokens <= recent < first.total()
+        assert worker._values()["tokens_resumed"] == kept.tokens
+        for seed in (0, 1):
+            expect_scripted(group, [VersionRun(V0, tokens)], seed)
+
+    try:
+        run(story)
+    finally:
+        process.kill()
+        process.join()
