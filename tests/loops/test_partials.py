@@ -16,8 +16,9 @@ from spotgrpo.producer.engines.base import Chunk, GenerationRequest, RequestRefu
 from spotgrpo.producer.worker import Worker
 from spotgrpo.shared.errors import ConfigError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion, TaskId
+from spotgrpo.shared.memory.broker import MemoryConsumer
 from spotgrpo.shared.memory.store import MemoryStore
-from spotgrpo.shared.ports import Message
+from spotgrpo.shared.ports import Delivery, Message
 from spotgrpo.shared.steps import Step, observe
 from spotgrpo.shared.wire import (
     Group,
@@ -67,17 +68,19 @@ class Ahead(Recording):
 
 
 class TroubledStore(MemoryStore):
-    """A bucket that answers creates of partials with an error, or never."""
+    """A bucket that answers creates of partials late, with an error, or never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.error: Exception | None = None
         self.is_silent = False
+        self.slow_s = 0.0
         self.waiting = 0
         self.release = threading.Event()
 
     def create(self, key: str, body: bytes) -> None:
         if "/partials/" in key:
+            time.sleep(self.slow_s)
             if self.is_silent:
                 self.waiting += 1
                 self.release.wait(30)
@@ -356,6 +359,38 @@ def test_what_was_not_begun_goes_back_while_the_rest_is_finished(bench: Bench) -
             await going
         assert group.task_id == TaskId(0)
         assert not partials(bench)
+        assert bench.ready(bench.queues.tasks) == 1
+
+    run(story)
+
+
+def test_a_task_that_comes_in_the_moment_of_the_stop_goes_back_while_the_rest_is_finished(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, coming = MemoryConsumer.take, threading.Event()
+
+    def take(self: MemoryConsumer, timeout_s: float | None = None) -> Delivery | None:
+        delivery = plain(self, timeout_s)
+        if delivery is not None and delivery.message.message_id == str(TaskId(1)):
+            coming.set()
+            time.sleep(0.2)  # taken, and the event loop does not have it yet
+        return delivery
+
+    monkeypatch.setattr(MemoryConsumer, "take", take)
+
+    async def story() -> None:
+        bench.commit(0)
+        engine = Recording(0.05)
+        async with working(bench, engine, drain_s=10.0) as (_, stopping, going):
+            bench.ask(0, tokens=TOKENS)
+            await until(lambda: engine.sampled.total() >= 4)
+            bench.ask(1, tokens=TOKENS)
+            await until(coming.is_set)
+            stopping.set()
+            await until(lambda: bench.ready(bench.queues.tasks) == 1)
+            assert engine.sampled.total() < 2 * TOKENS
+            await bench.answers(1)
+            await going
         assert bench.ready(bench.queues.tasks) == 1
 
     run(story)

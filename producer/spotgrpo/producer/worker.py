@@ -158,9 +158,21 @@ class Worker:
     async def _take_for_ever(self) -> None:
         while True:
             await self._room.nobody_waits()  # one task at most is begun without room for it
-            delivery = await asyncio.to_thread(self._consumer.take, TAKE_S)
+            taking = asyncio.create_task(asyncio.to_thread(self._consumer.take, TAKE_S))
+            try:
+                delivery = await asyncio.shield(taking)
+            except asyncio.CancelledError:  # the thread goes on, and may have taken one
+                taking.add_done_callback(self._give_back)
+                raise
             if delivery is not None:
                 await self._begin(delivery)
+
+    def _give_back(self, taking: asyncio.Task[Delivery | None]) -> None:
+        """What came in the moment in which a drain began: nobody would know of it until the worker is gone."""
+        if not taking.cancelled() and taking.exception() is None:
+            delivery = taking.result()
+            if delivery is not None:
+                self._consumer.reject(delivery.handle, requeue=True)
 
     async def _begin(self, delivery: Delivery) -> None:
         try:
@@ -176,7 +188,11 @@ class Worker:
             return
         if self._acks.gave(task.task_id, delivery):
             return
-        await self._few_are_held()
+        try:
+            await self._few_are_held()
+        except asyncio.CancelledError:
+            self._consumer.reject(delivery.handle, requeue=True)
+            raise
         job = Job(task, delivery.message, [delivery.handle], comes_again(delivery))
         self._jobs[task.task_id] = job
         self._begun += 1
@@ -267,7 +283,7 @@ class Worker:
     def _note_stale(self, task: Task, sampled: Sampled) -> None:
         """Say, once, and count what took so long that no learner can train it. It decides, and gets them all."""
         current, limit = self._w.policy.current, self._w.document.max_staleness
-        if current is None or task.pinned is not None:
+        if current is None or task.pinned is not None or task.kind != "train":
             return
         stale = too_old([one.versions for one in sampled.rollouts], current.version, limit)
         if stale and not self._segments.stale:
