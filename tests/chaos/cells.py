@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.ports import Message
@@ -31,6 +32,7 @@ from tests.tools.metadata_servers import (
 from tests.tools.proxy import Trap
 
 OUTAGE_S = 3.0
+COPIES_EVERY_S = 1.5
 MANY = 1_000_000
 NO_SPACE = "No space left on device"
 
@@ -202,17 +204,34 @@ def reset_then_killed(world: World, rng: random.Random) -> None:
 
 def killed_before_confirm(world: World, _rng: random.Random) -> None:
     """A worker dies when the confirm of its group is on the wire, and never sees it."""
-    hit = _kill_on_trap(world, "worker", "broker", 0)
-    world.wait_for_exit(hit, -signal.SIGKILL)
+    hit = _set_trap(world, "worker", "broker", 0)
+    world.wait_for("the trap to spring", lambda: hit, FIRING_S, tend=False)
+    world.wait_for_exit(hit[0], -signal.SIGKILL)
 
 
 def killed_between_acks(world: World, _rng: random.Random) -> None:
-    """A learner dies when the first of a commit's acks is with the broker, and the second is not."""
-    hit = _kill_on_trap(world, "learner", "client", 1)
-    world.wait_for_exit(hit, -signal.SIGKILL)
+    """A learner dies when the first of a commit's acks is with the broker, and the second is not.
+
+    Workers lose their lines meanwhile, so that tasks are done twice: a copy of a group is acked with it, and no one
+    ack can cover both.
+    """
+    hit = _set_trap(world, "learner", "client", 1)
+    cut_at = [0.0]
+
+    def sprung() -> bool:
+        if not hit and time.monotonic() > cut_at[0]:
+            world.amqp["worker"].cut()
+            cut_at[0] = time.monotonic() + COPIES_EVERY_S
+        return bool(hit)
+
+    world.wait_for("the trap to spring", sprung, FIRING_S, tend=False)
+    world.wait_for_exit(hit[0], -signal.SIGKILL)
 
 
-def _kill_on_trap(world: World, role: Role, of: str, passing: int) -> Member:
+def _set_trap(
+    world: World, role: Role, of: Literal["broker", "client"], passing: int
+) -> list[Member]:
+    """Have whoever's connection springs the trap killed; who that was is in the list then."""
     hit: list[Member] = []
 
     def spring(port: int) -> bool:
@@ -224,12 +243,8 @@ def _kill_on_trap(world: World, role: Role, of: str, passing: int) -> Member:
         hit.append(member)
         return True
 
-    proxy = world.amqp[role]
-    proxy.set_trap(
-        Trap(of="broker" if of == "broker" else "client", passing=passing, spring=spring)
-    )
-    world.wait_for("the trap to spring", lambda: hit, FIRING_S, tend=False)
-    return hit[0]
+    world.amqp[role].set_trap(Trap(of, passing, spring))
+    return hit
 
 
 def line_cut(role: Role) -> Callable[[World, random.Random], None]:

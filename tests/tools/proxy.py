@@ -6,8 +6,9 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
@@ -16,6 +17,8 @@ BASIC_ACK = struct.pack(">HH", 60, 80)
 METHOD_FRAME = 1
 FRAME_OVERHEAD = 8
 POLL_S = 0.2
+TOGETHER_S = 0.02
+"""Acks that follow one upon another so soon were given at once."""
 
 
 @dataclass
@@ -24,13 +27,24 @@ class Trap:
 
     Attributes:
         of: whose acks.
-        passing: how many of them in one piece are let through before it springs; there must be more than that.
+        passing: how many acks that belong together (TOGETHER_S) are let through before it springs on the next.
         spring: gets the client's port; False where that is not whom the trap is for, and it stays set.
     """
 
     of: Literal["broker", "client"]
     passing: int
     spring: Callable[[int], bool]
+    _passed: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def allows(self, port: int, acks: int) -> int | None:
+        """How many of the next ``acks`` on the connection of ``port`` may pass; None for all."""
+        now = time.monotonic()
+        at, before = self._passed.get(port, (0.0, 0))
+        before = before if now - at < TOGETHER_S else 0
+        if before + acks > self.passing and self.spring(port):
+            return max(0, self.passing - before)
+        self._passed[port] = (now, before + acks)
+        return None
 
 
 class Proxy:
@@ -179,10 +193,11 @@ class Proxy:
             return 0
         with self._lock:
             trap = self._trap
-            fits = trap is not None and trap.of == sender and len(acks) > trap.passing
-            if trap is not None and fits and trap.spring(client.getpeername()[1]):
-                self._trap = None
-                return 0 if not trap.passing else acks[trap.passing - 1]
+            if trap is not None and trap.of == sender and acks:
+                allowed = trap.allows(client.getpeername()[1], len(acks))
+                if allowed is not None:
+                    self._trap = None
+                    return acks[allowed - 1] if allowed else 0
             if self._bytes_left is not None:
                 if self._bytes_left < len(data):
                     passing, self._bytes_left = self._bytes_left, None
