@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from spotgrpo.producer.acks import Acks
 from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.ports import Delivery, Handle, Message
+from spotgrpo.shared.wire import AGAIN
 
 
 class Channel:
@@ -54,6 +55,15 @@ def test_a_task_that_was_published_anew_is_done_anew() -> None:
     given, channel = acks()
     given.give(TASK, [Handle(0, 1)])
     assert not given.gave(TASK, delivery(1, redelivered=False))
+    assert not channel.acked
+
+
+def test_a_task_that_was_published_anew_is_done_anew_though_its_first_worker_died() -> None:
+    """The group was lost with the broker's disk, so the learner published its task again: nothing else brings it."""
+    given, channel = acks()
+    given.give(TASK, [Handle(0, 1)])
+    anew = Delivery(Message(b"", headers={AGAIN: 1}), Handle(1, 7), redelivered=True)
+    assert not given.gave(TASK, anew)
     assert not channel.acked
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.ports import Consumer, Delivery, Handle
+from spotgrpo.shared.wire import AGAIN
 
 
 class Acks:
@@ -33,7 +34,10 @@ class Acks:
 
     def gave(self, task_id: TaskId, delivery: Delivery) -> bool:
         """Whether ``delivery`` is of a task that was done: it is acked now, and nothing is left to do."""
-        if not delivery.redelivered or task_id not in self._void:
+        is_anew = bool(
+            delivery.message.headers.get(AGAIN)
+        )  # redelivered as well, if its first worker died
+        if is_anew or not delivery.redelivered or task_id not in self._void:
             return False
         del self._void[task_id]
         self.give(task_id, [delivery.handle])
