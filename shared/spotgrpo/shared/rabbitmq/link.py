@@ -25,7 +25,7 @@ from spotgrpo.shared.rabbitmq.server import Backoff, Server
 log = logging.getLogger(__name__)
 
 ABORT_GRACE_S = 0.5
-STEADY_S = 5.0
+STEADY_S = 1.0
 """A connection that stood for less did not end the trouble: the pauses before the next ones go on growing."""
 RECEIVE_BYTES = 1 << 17
 BODY_FRAME = struct.Struct(">BHL")
