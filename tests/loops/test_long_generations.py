@@ -230,6 +230,7 @@ def test_a_worker_killed_without_notice_loses_no_more_than_it_sampled_since_its_
     async def story() -> None:
         bench.commit(0)
         bench.ask(0, tokens=tokens)
+        troubled.slow_s = 0.2
         first, second = Timed(0.01), Recording()
         options = {"segment_tokens": 16, "inflight": inflight, "partial_every_s": every_s}
         killed_at = await killed_at_its_worst(bench, troubled, first, 2, **options)

@@ -178,7 +178,7 @@ class PartialRollout:
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """A group as far as a drained worker got with it: what the next one needs to carry it on from there.
+    """A group as far as a worker got with it: what the next one needs to carry it on from there.
 
     Attributes:
         rollouts: one for each seed of the task, in its order; some may have no token yet.
