@@ -288,7 +288,7 @@ class PolicyWatcher:
         self.counts.probes[verdict] = self.counts.probes.get(verdict, 0) + 1
         if verdict == "fail":
             raise IntegrityError(
-                "the engine's logprobs fit the base better than this version: it does not serve it"
+                "the engine's logprobs are not this version's: it serves the base, or another model"
             )
         return verdict
 

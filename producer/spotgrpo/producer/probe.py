@@ -13,6 +13,8 @@ ProbeVerdict = Literal["pass", "fail", "inconclusive"]
 
 NOISE: Final = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Logprob differences (nats) between two correct implementations; for bf16 0.18 to 0.40 were measured at most."""
+FOREIGN: Final = 1.0
+"""Mean difference (nats) over the whole probe that no precision explains: it is another model."""
 CONSIDERED: Final = 16
 """Positions that are compared: those at which version and base differ most."""
 
@@ -26,11 +28,13 @@ def judge(probe: Probe, measured: Float32Array) -> ProbeVerdict:
 
     Returns:
         ``inconclusive`` where version and base differ by less than twice the noise of the dtype at every position,
-        as they do for version 0 and may after the first small steps.
+        as they do for version 0 and may after the first small steps; ``fail`` also where it fits neither.
     """
     version = np.asarray(probe.version_logprobs, dtype=np.float64)
     base = np.asarray(probe.base_logprobs, dtype=np.float64)
     if not len(version) == len(base) == len(measured):
+        return "fail"
+    if not min(np.abs(measured - version).mean(), np.abs(measured - base).mean()) <= FOREIGN:
         return "fail"
     gap = np.abs(version - base)
     most = np.argsort(-gap)[:CONSIDERED]
