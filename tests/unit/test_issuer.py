@@ -81,8 +81,27 @@ def test_rule_4_not_while_a_publish_of_it_is_unconfirmed_or_tasks_wait(desk: Des
     assert desk.reissue() == [], "the publisher repeats it by itself"
     desk.outbox.confirm()
     desk.now = 2000.0
-    assert desk.reissue(WAITING) == desk.reissue(None) == [], "it may be among those that wait"
+    assert desk.reissue(WAITING) == [], "it may be among those that wait"
+    desk.now += 5.0
+    assert desk.reissue(None) == [], "as far as anybody knows"
+    desk.now += 5.0
     assert desk.reissue(EMPTY) == [A]
+
+
+def test_the_broker_is_not_asked_at_every_turn_for_how_many_tasks_wait(desk: Desk) -> None:
+    """No worker may come for days."""
+    asked: list[str] = []
+
+    def depth(queue: str) -> QueueDepth:
+        asked.append(queue)
+        return WAITING
+
+    desk.issuer.publish([(A, 0)])
+    desk.outbox.confirm()
+    for _ in range(500):
+        desk.now += 0.2
+        assert desk.issuer.reissue([(A, 0)], depth) == []
+    assert 10 <= len(asked) <= 20
 
 
 def test_what_may_have_been_published_before_says_so(desk: Desk) -> None:

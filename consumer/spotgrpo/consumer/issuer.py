@@ -24,6 +24,8 @@ from spotgrpo.shared.wire import AGAIN, SCHEMA, Sampling, Task, encode_task
 
 log = logging.getLogger(__name__)
 
+LOOK_AGAIN_S = 5.0
+"""Between two looks at the queue, at most: tasks may wait there for as long as no worker comes."""
 LONGEST_BACKOFF = 16
 """A task is published again after reissue_after_s, then twice as long, … up to this many times as long."""
 
@@ -63,6 +65,7 @@ class Issuer:
         self._timers: dict[TaskId, _Timer] = {}
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._look_at = 0.0
 
     def task(self, task_id: TaskId, issued_at: int) -> Task:
         """The task that ``task_id``, issued at version number ``issued_at``, stands for.
@@ -158,13 +161,15 @@ class Issuer:
         Not while a publish of the same task is unconfirmed: the publisher repeats that itself. Not while tasks wait
         in their queue either: these may be among them, and a copy would be generated for nothing.
         """
-        due = self._due(missing)
+        after_s = self._config.train.reissue_after_s
+        due = self._due(missing) if self._clock() >= self._look_at else []
         if not due:
             return []
         tasks = depth(self._queue)
         if tasks is None or tasks.ready:
+            self._look_at = self._clock() + min(LOOK_AGAIN_S, after_s)
             return []
-        longest = LONGEST_BACKOFF * self._config.train.reissue_after_s
+        longest = LONGEST_BACKOFF * after_s
         for task_id, issued_at, waited in due:
             log.warning("task %s gave no sign for %.0f s: publishing it again", task_id, waited)
             self._publish(task_id, issued_at, min(2 * waited, longest), again=True)
