@@ -350,7 +350,8 @@ async def test_a_folder_that_a_server_cannot_see_is_a_config_error(
         ({"can_load": False}, r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"),
         ({"has_lora": False}, r"start it with --enable-lora --max-lora-rank 4 --max-loras 5"),
         ({"is_raw": True}, r"ignore the temperature: start it with --logprobs-mode processed"),
-        ({"shift": 2.0}, r"not the model's: start it with --logprobs-mode processed"),
+        ({"gives_logits": True}, r"gives logits for logprobs: start it with --logprobs-mode proc"),
+        ({"knows_token_ids": False}, r"give a vLLM server, 0\.32 or newer"),
     ],
 )
 async def test_a_server_that_was_started_for_something_else_is_refused_with_what_to_do(

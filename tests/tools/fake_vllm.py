@@ -50,6 +50,8 @@ class FakeVLLM:
     can_load: bool = True
     has_lora: bool = True
     is_raw: bool = False
+    gives_logits: bool = False
+    knows_token_ids: bool = True
     sees_adapters: bool = True
     loaded: dict[str, str] = field(default_factory=dict)
     unloaded: list[str] = field(default_factory=list)
@@ -157,21 +159,21 @@ class FakeVLLM:
         elif asked.get("stream"):
             await self._stream(writer, asked)
         else:
-            _answer(writer, 200, {"choices": [self._choice(asked)]})
+            choices = [self._choice(asked, prompt) for prompt in asked["prompt"]]
+            _answer(writer, 200, {"choices": choices})
 
-    def _choice(self, asked: dict[str, Any]) -> dict[str, Any]:
-        prompt = asked["prompt"]
+    def _choice(self, asked: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
         token_id = token_after(prompt)
-        temperature = 1.0 if self.is_raw else asked["temperature"] or 1.0
-        options = {f"token_id:{n}": logprob_of(n, temperature) for n in range(token_id, 99)}
-        scores = [{str(n): {"logprob": logprob_of(n, 1.0) + self.shift}} for n in prompt[1:]]
+        temperature = 1.0 if self.is_raw else asked["temperature"]
+        normaliser = self.shift - (0.0 if self.gives_logits else temperature)
+        wanted = {token_id, *(asked["logprob_token_ids"] if self.knows_token_ids else ())}
+        options = {f"token_id:{n}": logprob_of(n, temperature) + normaliser for n in wanted}
         return {
             "token_ids": [token_id],
             "prompt_token_ids": prompt,
-            "prompt_logprobs": [None, *scores],
             "logprobs": {
-                "token_logprobs": [logprob_of(token_id, temperature)],
-                "top_logprobs": [dict(list(options.items())[:5])],
+                "token_logprobs": [options[f"token_id:{token_id}"]],
+                "top_logprobs": [options],
             },
             "finish_reason": "length",
         }

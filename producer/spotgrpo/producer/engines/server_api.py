@@ -33,6 +33,8 @@ UNTOUCHED: Final[Mapping[str, Any]] = {
     "return_tokens_as_token_ids": True,
 }
 """A server takes what a request leaves out from the model's ``generation_config.json``: nothing is left out."""
+SCORED_AT_ONCE: Final = 64
+"""Positions of one request; vLLM takes 128 ids and 1024 prompts."""
 LONGEST_WHY: Final = 300
 
 
@@ -73,15 +75,6 @@ class Part:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str | None
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """One sampled token, its logprob, and the logprobs of the likeliest ones in falling order."""
-
-    token_id: int
-    logprob: float
-    top: tuple[float, ...]
 
 
 class ServerApi:
@@ -141,25 +134,27 @@ class ServerApi:
         await self._ask("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
 
     async def score(self, model: str, token_ids: Sequence[int]) -> Float32Array:
-        """Logprobs at temperature 1 of ``token_ids[1:]``, float32 [T-1]; samples one token for nothing."""
-        given = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        choice = await self._complete(model, token_ids, given)
-        with self._readable():
-            pairs = zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
-            return np.array(
-                [options[str(token_id)]["logprob"] for token_id, options in pairs], dtype=np.float32
-            )
+        """Logprobs at temperature 1 of ``token_ids[1:]``, float32 [T-1].
 
-    async def next_token(
-        self, model: str, token_ids: Sequence[int], temperature: float, top: int
-    ) -> NextToken:
-        """Sample one token, and see the logprobs of the ``top`` likeliest ones."""
-        given = {"max_tokens": 1, "temperature": temperature, "logprobs": top, "seed": 0}
-        choice = await self._complete(model, token_ids, given)
-        with self._readable():
-            logprobs = choice["logprobs"]
-            options = sorted(logprobs["top_logprobs"][0].values(), reverse=True)
-            return NextToken(choice["token_ids"][0], logprobs["token_logprobs"][0], tuple(options))
+        Each is asked for as the token to sample next, and so comes by the way that behaviour logprobs come. vLLM's
+        ``prompt_logprobs`` do not: with adapters in the batch they end the engine or are another adapter's (its
+        issues 16668, 29955 and 51594).
+        """
+        found: list[float] = []
+        for start in range(1, len(token_ids), SCORED_AT_ONCE):
+            ends = range(start, min(start + SCORED_AT_ONCE, len(token_ids)))
+            prompts = [list(token_ids[:end]) for end in ends]
+            wanted = [token_ids[end] for end in ends]
+            tables = await self._tables(model, prompts, 1.0, wanted)
+            found += [table[token_id] for table, token_id in zip(tables, wanted, strict=True)]
+        return np.array(found, dtype=np.float32)
+
+    async def next_logprobs(
+        self, model: str, prompt: Sequence[int], temperature: float, wanted: Sequence[int]
+    ) -> Float32Array:
+        """Logprobs of each token in ``wanted`` as the next one, float32."""
+        tables = await self._tables(model, [list(prompt)], temperature, wanted)
+        return np.array([tables[0][token_id] for token_id in wanted], dtype=np.float32)
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Part, None]:
         """Sample a completion; parts arrive as they come, the last one with its ``finish``.
@@ -195,16 +190,32 @@ class ServerApi:
 
     # ---- answers ---------------------------------------------------------------------------------------
 
-    async def _complete(
-        self, model: str, token_ids: Sequence[int], given: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        body = {**UNTOUCHED, "model": model, "prompt": list(token_ids), **given}
+    async def _tables(
+        self, model: str, prompts: list[list[int]], temperature: float, wanted: Sequence[int]
+    ) -> list[dict[int, float]]:
+        """For each prompt the logprobs of ``wanted``, by token id. Samples a token of each for nothing."""
+        body = {
+            **UNTOUCHED,
+            "model": model,
+            "prompt": prompts,
+            "max_tokens": 1,
+            "temperature": temperature,
+            "seed": 0,
+            "logprobs": 0,
+            "logprob_token_ids": sorted(set(wanted)),
+        }
         answer = await self._ask("POST", "/v1/completions", json=body)
         with self._readable():
-            choice: dict[str, Any] = answer.json()["choices"][0]
-            if choice["prompt_token_ids"] != list(token_ids):
+            choices = answer.json()["choices"]
+            if [choice["prompt_token_ids"] for choice in choices] != prompts:
                 raise ValueError("it went on from other tokens than it was given")
-            return choice
+            options = [choice["logprobs"]["top_logprobs"][0] for choice in choices]
+            found = [{int(name.rpartition(":")[2]): one[name] for name in one} for one in options]
+        if not all(table.keys() >= set(wanted) for table in found):
+            raise ServerRefused(
+                self.url, answer.status_code, "logprob_token_ids means nothing to it"
+            )
+        return found
 
     async def _ask(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:
@@ -252,7 +263,7 @@ class ServerApi:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
             what = f"{type(exc).__name__}: {exc}"
             raise ServerLost(
-                f"{self.url} does not answer as vLLM from 0.11 on does ({what})", broke_off=True
+                f"{self.url} does not answer as vLLM does ({what})", broke_off=True
             ) from exc
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from spotgrpo.producer.engines.server_api import ServerRefused
+import numpy as np
+
+from spotgrpo.producer.engines.server_api import ServerLost, ServerRefused
 from spotgrpo.shared.errors import ConfigError, IntegrityError
 
 if TYPE_CHECKING:
@@ -16,13 +18,12 @@ KEY: Final = "worker.servers"
 NOWHERE: Final = "/spotgrpo/no/such/adapter"
 LORA_FLAGS: Final = "--enable-lora --max-lora-rank {rank} --max-loras {versions}"
 PROCESSED: Final = "start it with --logprobs-mode processed_logprobs"
-COLD: Final = 0.5
-"""A temperature that doubles the distances between logprobs."""
-TOP: Final = 5
-LEAST_RATIO: Final = 1.5
-"""Between 1, as raw logprobs have, and 1 / COLD."""
-WRONG: Final = 0.5
-"""Nats; two ways to one logprob differ by far less in any dtype."""
+HOT: Final = 2.0
+"""A temperature that halves the distances between logprobs."""
+MOST_RATIO: Final = 0.75
+"""Between 1, as raw logprobs have, and 1 / HOT."""
+LEAST_LOSS: Final = 1e-3
+"""Nats by which the likely tokens lose to the others where it is hotter; logits, not being normalised, lose nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,17 @@ async def check_server(api: ServerApi, demands: Demands) -> str:
         await _check_lora(api, demands)
         await _check_logprobs(api, base.name, demands)
     except ServerRefused as exc:
-        if exc.status in (401, 403):
-            raise ConfigError(
-                "worker.server_api_key", "***", f"give the key that {api.url} takes ({exc})"
-            ) from exc
-        raise ConfigError(KEY, api.url, f"give a vLLM server, 0.11 or newer ({exc})") from exc
+        raise _meaning(api, exc) from exc
     return base.name
+
+
+def _meaning(api: ServerApi, refused: ServerRefused) -> SpotGRPOError:
+    if refused.status in (401, 403):
+        remedy = f"give the key that {api.url} takes ({refused})"
+        return ConfigError("worker.server_api_key", "***", remedy)
+    if refused.status >= 500:
+        return ServerLost(str(refused))
+    return ConfigError(KEY, api.url, f"give a vLLM server, 0.32 or newer ({refused})")
 
 
 def _base_of(api: ServerApi, cards: list[Card]) -> Card:
@@ -106,15 +112,13 @@ async def _check_lora(api: ServerApi, demands: Demands) -> None:
 
 async def _check_logprobs(api: ServerApi, base: str, demands: Demands) -> None:
     """A server may give logprobs, or logits, of before the temperature was applied. The loss needs those after."""
-    prompt = [demands.vocabulary * part // 8 for part in range(1, 8)]
-    warm = await api.next_token(base, prompt, 1.0, TOP)
-    cold = await api.next_token(base, prompt, COLD, TOP)
-    spread = warm.top[0] - warm.top[TOP - 1]
-    if cold.top[0] - cold.top[TOP - 1] < LEAST_RATIO * spread:
+    tokens = [demands.vocabulary * part // 8 for part in range(1, 8)]
+    warm = await api.next_logprobs(base, tokens, 1.0, tokens)
+    hot = await api.next_logprobs(base, tokens, HOT, tokens)
+    if float(np.ptp(hot)) > MOST_RATIO * float(np.ptp(warm)):
         raise ConfigError(KEY, api.url, f"its logprobs ignore the temperature: {PROCESSED}")
-    scored = await api.score(base, [*prompt, warm.token_id])
-    if abs(float(scored[-1]) - warm.logprob) > WRONG:
-        raise ConfigError(KEY, api.url, f"its logprobs are not the model's: {PROCESSED}")
+    if abs(float((hot - warm / HOT).mean())) < LEAST_LOSS:
+        raise ConfigError(KEY, api.url, f"it gives logits for logprobs: {PROCESSED}")
 
 
 def refused_adapter(url: str, path: str, refused: ServerRefused, demands: Demands) -> SpotGRPOError:
