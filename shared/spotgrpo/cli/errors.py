@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Final
 
 import typer
 
-from spotgrpo.shared.errors import SpotGRPOError
+from spotgrpo.shared.errors import SpotGRPOError, TransientError
 from spotgrpo.shared.log import redact
 from spotgrpo.shared.stopping import EXIT_INTERRUPTED
 
@@ -44,6 +45,18 @@ def exit_on_errors() -> Iterator[None]:
     except Exception as exc:  # the edge of the process
         log.critical("a fault of this program", exc_info=exc)
         raise typer.Exit(EXIT_ERROR) from exc
+
+
+@contextlib.contextmanager
+def stop_is_a_normal_end(stopping: threading.Event) -> Iterator[None]:
+    """End the command well where ``stopping`` is set while a server is not reachable: that ends the tries."""
+    try:
+        yield
+    except TransientError as exc:
+        if not stopping.is_set():
+            raise
+        complain(f"stopped while a server was not reachable ({exc})")
+        raise typer.Exit from exc
 
 
 def complain(message: str) -> None:

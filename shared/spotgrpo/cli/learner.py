@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from spotgrpo.cli.errors import exit_on_errors
+from spotgrpo.cli.errors import exit_on_errors, stop_is_a_normal_end
 from spotgrpo.cli.extras import require
 from spotgrpo.cli.options import AsJson, ConfigPath, Sets, folder_of, load, print_json
 from spotgrpo.shared.config import Config
@@ -20,7 +20,7 @@ def command(config: ConfigPath, sets: Sets = None, as_json: AsJson = False) -> N
     with exit_on_errors():
         loaded = load(config, sets, Config)
         require("learner")
-        with Stopping().on_signals() as stopping:
+        with Stopping().on_signals() as stopping, stop_is_a_normal_end(stopping):
             summary = _train(loaded, folder_of(config), stopping)
         if as_json:
             print_json(summary)

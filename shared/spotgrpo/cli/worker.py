@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotgrpo.cli.errors import exit_on_errors
+from spotgrpo.cli.errors import exit_on_errors, stop_is_a_normal_end
 from spotgrpo.cli.extras import require
 from spotgrpo.cli.options import OptionalConfigPath, Sets, folder_of, load
 from spotgrpo.shared.config import WorkerView
@@ -18,7 +18,7 @@ def command(config: OptionalConfigPath = None, sets: Sets = None) -> None:
     with exit_on_errors():
         view = load(config, sets, WorkerView)
         require("vllm", "worker") if view.worker.engine == "auto" else require(_extra(view))
-        with Stopping().on_signals() as stopping:
+        with Stopping().on_signals() as stopping, stop_is_a_normal_end(stopping):
             from spotgrpo.producer.run import run_worker
 
             run_worker(view, folder_of(config), stopping)
