@@ -325,6 +325,16 @@ async def test_a_folder_is_named_as_the_servers_see_it(
     assert list(servers[0].loaded.values()) == ["/mnt/adapters/adapter"]
 
 
+async def test_a_server_without_lora_is_a_config_error_with_its_flags(
+    servers: list[FakeVLLM], start: Any, adapter: Path
+) -> None:
+    servers[1].has_lora = False
+    engine = await start(*servers)
+    flags = "start it with --enable-lora --max-lora-rank 4 --max-loras 5"
+    with pytest.raises(ConfigError, match=flags):
+        await engine.load(FIRST, adapter)
+
+
 async def test_a_folder_that_a_server_cannot_see_is_a_config_error(
     servers: list[FakeVLLM], start: Any, adapter: Path
 ) -> None:
@@ -348,7 +358,6 @@ async def test_a_folder_that_a_server_cannot_see_is_a_config_error(
         ({"model": "/models/other"}, r"it serves /models/other: start it with --model"),
         ({"max_context": 256}, r"it takes 256 tokens: start it with --max-model-len 512"),
         ({"can_load": False}, r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"),
-        ({"has_lora": False}, r"start it with --enable-lora --max-lora-rank 4 --max-loras 5"),
         ({"is_raw": True}, r"ignore the temperature: start it with --logprobs-mode processed"),
         ({"gives_logits": True}, r"gives logits for logprobs: start it with --logprobs-mode proc"),
         ({"knows_token_ids": False}, r"give a vLLM server, 0\.32 or newer"),

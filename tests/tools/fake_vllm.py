@@ -138,9 +138,11 @@ class FakeVLLM:
         ]
 
     def _load(self, name: str, path: str) -> tuple[int, Any]:
+        if not name or not path:
+            return 400, _error("Both 'lora_name' and 'lora_path' must be provided.", 400)
         if not self.has_lora:
             return 500, _error("Worker failed with error 'LoRA is not enabled.'", 500)
-        if not self.sees_adapters or "no/such" in path:
+        if not self.sees_adapters:
             return 404, _error(f"Loading lora {name} failed: No adapter found for {path}", 404)
         if name in self.loaded:
             return 400, _error("has already been loaded", 400)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spotgrpo.shared.errors import SpotGRPOError
 
 KEY: Final = "worker.servers"
-NOWHERE: Final = "/spotgrpo/no/such/adapter"
+SETTING: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 LORA_FLAGS: Final = "--enable-lora --max-lora-rank {rank} --max-loras {versions}"
 PROCESSED: Final = "start it with --logprobs-mode processed_logprobs"
 HOT: Final = 2.0
@@ -95,19 +95,17 @@ def _last_part(model: str) -> str:
 
 
 async def _check_lora(api: ServerApi, demands: Demands) -> None:
-    """Load an adapter that is nowhere: how that is refused says whether another one could be loaded."""
+    """Load an adapter without name and place: refused in any case, but in other words where none may be loaded."""
     try:
-        await api.load("spotgrpo-nowhere", NOWHERE)
+        await api.load("", "")
     except ServerRefused as exc:
-        if NOWHERE in exc.why:
-            return
         if exc.status in (404, 405):
-            remedy = f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and {demands.lora_flags}"
-        elif "not enabled" in exc.why:
-            remedy = f"start it with {demands.lora_flags}"
-        else:
+            remedy = f"start it with {SETTING} and {demands.lora_flags}"
+            raise ConfigError(
+                KEY, api.url, f"it loads no adapters while it runs: {remedy}"
+            ) from exc
+        if exc.status not in (400, 422):
             raise
-        raise ConfigError(KEY, api.url, f"it loads no adapters while it runs: {remedy}") from exc
 
 
 async def _check_logprobs(api: ServerApi, base: str, demands: Demands) -> None:
@@ -130,6 +128,6 @@ def refused_adapter(url: str, path: str, refused: ServerRefused, demands: Demand
             f"{url} cannot read an adapter there: share worker.cache_dir with it, and name the folder as it "
             f"sees it ({refused.why})",
         )
-    if "max_lora_rank" in refused.why:
+    if "max_lora_rank" in refused.why or "not enabled" in refused.why:
         return ConfigError(KEY, url, f"start it with {demands.lora_flags} ({refused.why})")
     return IntegrityError(f"the adapter is refused: {refused}")
