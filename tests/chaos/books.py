@@ -85,12 +85,12 @@ class Books:
     def lost(self) -> list[str]:
         """Tasks that were issued, and groups that the broker confirmed, of which the books know nothing."""
         report = audit_chain(self.keys.run, self.chain)
-        return report.lost + sorted(map(str, self._confirmed() - self._issued()))
+        return report.lost + sorted(map(str, self.confirmed() - self._issued()))
 
     def unsettled(self) -> list[str]:
         """Confirmed groups whose task is not settled: once a run has finished, these are lost."""
         settled = {task for one in self.chain for tasks in one.settled.values() for task in tasks}
-        return sorted(map(str, self._confirmed() - settled))
+        return sorted(map(str, self.confirmed() - settled))
 
     def duplicated(self) -> list[str]:
         """Tasks that count more than once."""
@@ -116,12 +116,23 @@ class Books:
 
         The groups are read first: what was confirmed by then must be in a ledger that is committed now.
         """
-        confirmed = self._confirmed()
+        confirmed = self.confirmed()
         self.update()
         unknown = confirmed - self._issued()
         assert not unknown, f"groups of tasks that no ledger issued: {sorted(map(str, unknown))}"
 
-    def _confirmed(self) -> set[TaskId]:
+    def carried_on(self) -> int:
+        """Rollouts that were carried on from a partial."""
+        path = self.folder / "continued.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def any_group(self) -> Group:
+        """A group that was trained."""
+        self._read_records()
+        return decode_group(next(iter(self._bodies.values())))
+
+    def confirmed(self) -> set[TaskId]:
+        """Tasks of the groups that the broker confirmed to workers."""
         return {
             TaskId.parse(line.split()[0])
             for path in (self.folder / "confirmed").glob("*.log")

@@ -13,13 +13,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.ports import Message
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.steps import Step
+from spotgrpo.shared.wire import encode_group
 from tests.chaos.world import DEAD_AFTER_S, FENCED, FIRING_S, Failure, Member, Role, World
 from tests.tools.faulty_s3 import Answer, Cut, Fault, Flip, Slow, Swallow, Truncate
 from tests.tools.metadata_servers import (
@@ -32,8 +33,9 @@ from tests.tools.metadata_servers import (
 from tests.tools.proxy import Trap
 
 OUTAGE_S = 3.0
-COPIES_EVERY_S = 1.5
 MANY = 1_000_000
+AGAIN = "publishing it again"
+DISK_FULL = "disk full"
 NO_SPACE = "No space left on device"
 
 
@@ -79,7 +81,8 @@ def killed_in_drain(step: Step) -> Callable[[World, random.Random], None]:
         member.fate = {0, -signal.SIGKILL}
         witness = world.arm("worker", step, "SIGKILL")
         # Its drain may be over before the second order lies there: then the next worker is told to stop.
-        while not witness.exists():
+        deadline = time.monotonic() + FIRING_S
+        while not witness.exists() and time.monotonic() < deadline:
             world.tend()
             if world.member(member.pid) is None:
                 for other in world.of("worker"):
@@ -107,9 +110,7 @@ def stopped_at(role: Role, step: Step) -> Callable[[World, random.Random], None]
         _still_frozen(world, member)
         os.kill(member.pid, signal.SIGCONT)
         if role == "learner":
-            before = world.books.update()
-            world.wait_for_exit(member, FENCED)
-            _expect_in_chain(world, before)
+            _expect_fenced(world, member)
 
     return play
 
@@ -119,11 +120,15 @@ def _still_frozen(world: World, member: Member) -> None:
         raise Failure(f"{member.log.name} was not frozen for as long as it was meant to be")
 
 
-def _expect_in_chain(world: World, ledger: object) -> None:
-    """A learner that came back changed nothing: what the other committed meanwhile is still an ancestor."""
-    world.books.update()
-    if ledger not in world.books.chain:
-        raise Failure("a learner that was fenced changed the books")
+def _expect_fenced(world: World, member: Member) -> None:
+    """A learner that comes back leaves with exit 4 and changes nothing: the books only grow meanwhile."""
+    member.fate = {FENCED}
+
+    def left() -> bool:
+        world.books.update()
+        return member not in world.members
+
+    world.wait_for(f"the end of {member.log.name}", left)
 
 
 def told_to_stop(role: Role, step: Step, sig: str = "SIGTERM") -> Callable[..., None]:
@@ -133,6 +138,14 @@ def told_to_stop(role: Role, step: Step, sig: str = "SIGTERM") -> Callable[..., 
         world.wait_for_exit(world.witness(world.arm(role, step, sig, rng.randint(1, 3))), 0)
 
     return play
+
+
+def told_to_stop_with_time(world: World, _rng: random.Random) -> None:
+    """SIGTERM to a worker that may finish what it has begun: it hands nothing unfinished back."""
+    member = world.start("worker", "worker.drain_s=20")
+    world.wait_for("it to work", lambda: member.said("serving version"))
+    os.kill(member.pid, signal.SIGTERM)
+    world.wait_for_exit(member, 0)
 
 
 def taking_over(step: Step) -> Callable[[World, random.Random], None]:
@@ -188,15 +201,31 @@ def noticed(make: Callable[[], MetadataServer], cloud: str) -> Callable[..., Non
 
 def reset_then_killed(world: World, rng: random.Random) -> None:
     """The learner's line is reset; it goes on with copies of what it held, and dies before it has settled them."""
-    proxy = world.amqp["learner"]
-    active, before = world.active, proxy.accepted
+    _stop_standby(world)
+    active, epoch, version = world.active, world.epoch(), world.version()
+    _cut(world, "learner")
+    # One step may be on its way already; what settles the next one was acked on the new connection.
+    world.wait_for("it to go on", lambda: world.version() > version + 1, FIRING_S, tend=False)
+    time.sleep(rng.uniform(0.0, 0.3))
+    if world.epoch() != epoch:
+        raise Failure("another learner took the run over")
     active.fate = {-signal.SIGKILL}
-    proxy.cut()
-    world.wait_for("everyone to connect again", lambda: proxy.accepted > before, FIRING_S)
-    time.sleep(rng.uniform(0.1, 0.5))
-    if world.active is active:
-        os.kill(active.pid, signal.SIGKILL)
-        world.wait_for_exit(active, -signal.SIGKILL)
+    os.kill(active.pid, signal.SIGKILL)
+    world.wait_for_exit(active, -signal.SIGKILL)
+
+
+def _stop_standby(world: World) -> None:
+    """So that the active learner gets the run back whatever happens to its line."""
+    for member in world.of("learner"):
+        if member is not world.active:
+            member.fate = {0}
+            os.kill(member.pid, signal.SIGTERM)
+            world.wait_for(
+                "the standby to leave",
+                lambda gone=member: world.nursery.exit_code(gone.pid) == 0,
+                FIRING_S,
+                tend=False,
+            )
 
 
 # ---- on the wire ----------------------------------------------------------------------------------------------
@@ -209,23 +238,30 @@ def killed_before_confirm(world: World, _rng: random.Random) -> None:
     world.wait_for_exit(hit[0], -signal.SIGKILL)
 
 
-def killed_between_acks(world: World, _rng: random.Random) -> None:
+def killed_between_acks(world: World, rng: random.Random) -> None:
     """A learner dies when the first of a commit's acks is with the broker, and the second is not.
 
-    Workers lose their lines meanwhile, so that tasks are done twice: a copy of a group is acked with it, and no one
-    ack can cover both.
+    One ack covers a row of deliveries. Copies of groups that are held come later than others, and are acked with the
+    first: no row any more.
     """
     hit = _set_trap(world, "learner", "client", 1)
-    cut_at = [0.0]
-
-    def sprung() -> bool:
-        if not hit and time.monotonic() > cut_at[0]:
-            world.amqp["worker"].cut()
-            cut_at[0] = time.monotonic() + COPIES_EVERY_S
-        return bool(hit)
-
-    world.wait_for("the trap to spring", sprung, FIRING_S, tend=False)
+    deadline = time.monotonic() + FIRING_S
+    while not hit and time.monotonic() < deadline:
+        _send_copies(world, rng)
+    if not hit:
+        raise Failure("no commit acked more than one row of deliveries")
     world.wait_for_exit(hit[0], -signal.SIGKILL)
+
+
+def _send_copies(world: World, rng: random.Random) -> None:
+    """Groups again that the broker has confirmed: their bodies do not matter, since the first ones are there."""
+    template = world.books.any_group()
+    tasks = sorted(world.books.confirmed() & world.outstanding())
+    copies = [
+        (task, encode_group(replace(template, task_id=task)))
+        for task in rng.sample(tasks, min(3, len(tasks)))
+    ]
+    _publish(world, copies, "group")
 
 
 def _set_trap(
@@ -258,15 +294,19 @@ def line_cut(role: Role) -> Callable[[World, random.Random], None]:
     return play
 
 
+def _cut(world: World, role: Role) -> None:
+    """Reset all connections of a role, of which it has at least one for every process."""
+    cut = world.amqp[role].cut()
+    if cut < len(world.of(role)):
+        raise Failure(f"only {cut} connections of {len(world.of(role))} {role}s were reset")
+
+
 def line_reset(role: Role) -> Callable[[World, random.Random], None]:
     """All connections of the role are reset at once."""
 
     def play(world: World, rng: random.Random) -> None:
-        proxy = world.amqp[role]
-        before = proxy.accepted
         time.sleep(rng.uniform(0, 0.3))
-        proxy.cut()
-        world.wait_for("everyone to connect again", lambda: proxy.accepted > before, FIRING_S)
+        _cut(world, role)
 
     return play
 
@@ -287,12 +327,10 @@ def half_open(role: Role) -> Callable[[World, random.Random], None]:
 
     def play(world: World, _rng: random.Random) -> None:
         proxy = world.amqp[role]
-        before = proxy.accepted
         proxy.stall()
         time.sleep(DEAD_AFTER_S)
-        proxy.cut()  # what stalled is gone for good, for both ends; new connections get through
+        _cut(world, role)  # what stalled is gone for good, for both ends
         proxy.resume()
-        world.wait_for("everyone to connect again", lambda: proxy.accepted > before, FIRING_S)
 
     return play
 
@@ -316,11 +354,17 @@ def broker_restarted(world: World, _rng: random.Random) -> None:
 
 
 def broker_wiped(world: World, _rng: random.Random) -> None:
-    """SIGKILL, its disk is lost, and a start on an empty one."""
+    """SIGKILL, its disk is lost, and a start on an empty one: tasks are published again."""
     pid = world.rabbitmq.pid
+    before = sum(one.said(AGAIN) for one in world.of("learner"))
     world.rabbitmq.kill()
     shutil.rmtree(world.rabbitmq.folder / "mnesia")
     _started_again(world, pid)
+    world.wait_for(
+        "tasks to be published again",
+        lambda: sum(one.said(AGAIN) for one in world.of("learner")) > before,
+        FIRING_S,
+    )
 
 
 def broker_frozen(world: World, _rng: random.Random) -> None:
@@ -405,7 +449,8 @@ def poison(kind: str) -> Callable[[World, random.Random], None]:
         assert ledger is not None
         dead = ledger.counts.dead
         stranger = TaskId(99_999_999)
-        _publish(world, [*ledger.outstanding, stranger], rng.randbytes(200), kind)
+        body = rng.randbytes(200)
+        _publish(world, [(task, body) for task in (*ledger.outstanding, stranger)], kind)
         world.wait_for("the dead letters to be counted", lambda: _dead(world) > dead, FIRING_S)
 
     return play
@@ -416,15 +461,15 @@ def _dead(world: World) -> int:
     return ledger.counts.dead if ledger else 0
 
 
-def _publish(world: World, tasks: Sequence[TaskId], body: bytes, kind: str) -> None:
+def _publish(world: World, bodies: Sequence[tuple[TaskId, bytes]], kind: str) -> None:
     """As a stranger, to the rollouts queue."""
     config = world.config.broker.model_copy(update={"url": world.broker_url})
     broker = RabbitMQBroker(config, world.run)
     try:
         publisher = broker.publisher()
-        for task in tasks:
+        for task, body in bodies:
             headers: dict[str, str | int] = {"run": world.run, "task": str(task), "kind": kind}
-            message = Message(body, "poison", {**headers, "worker": "stranger"})
+            message = Message(body, f"{task}/stranger", {**headers, "worker": "stranger"})
             publisher.publish(world.queues.rollouts, message).result(FIRING_S)
     finally:
         broker.close()
@@ -460,6 +505,7 @@ CELLS: tuple[Cell, ...] = (
     Cell("SIGSTOP worker", BEFORE_PUBLISH, stopped_at("worker", Step.WORKER_GENERATED)),
     Cell("SIGSTOP worker", BEFORE_ACK, stopped_at("worker", Step.WORKER_CONFIRMED), True),
     Cell("SIGTERM worker", MID_GENERATION, told_to_stop("worker", Step.WORKER_GENERATING), True),
+    Cell("SIGTERM worker", "mid-generation, with time to finish", told_to_stop_with_time),
     Cell("SIGTERM worker", BEFORE_ACK, told_to_stop("worker", Step.WORKER_CONFIRMED)),
     Cell(
         "SIGINT worker",
@@ -547,7 +593,7 @@ CELLS: tuple[Cell, ...] = (
     Cell("download cut", "adapter", download_damaged(Cut(after=1000)), True),
     Cell("download truncated", "adapter", download_damaged(Truncate(after=1000)), True),
     Cell("download flipped", "adapter", download_damaged(Flip(at=2000)), True),
-    Cell("disk full", "worker's cache", disk_full, True),
+    Cell(DISK_FULL, "worker's cache", disk_full, True),
     Cell("poison message", "unreadable group", poison("group"), True),
     Cell("poison message", "unreadable reference", poison("group_ref")),
 )

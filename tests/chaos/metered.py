@@ -43,13 +43,15 @@ class Meter:
         return int(self._values[0])
 
     @property
-    def first_token_at(self) -> float:
-        """Unix seconds; 0 before it."""
+    def began_at(self) -> float:
+        """When its first request came, in Unix seconds; 0 before that."""
         return float(self._values[1])
 
-    def add(self, tokens: int) -> None:
-        if not self._values[0]:
+    def begin(self) -> None:
+        if not self._values[1]:
             self._values[1] = time.time()
+
+    def add(self, tokens: int) -> None:
         self._values[0] += tokens
 
 
@@ -73,6 +75,7 @@ class MeteredEngine(PacedEngine):
         await asyncio.sleep(max(0.0, self._ready_at - time.time()))
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        self._meter.begin()
         async for chunk in super().submit(request):
             self._meter.add(len(chunk.token_ids))
             yield chunk

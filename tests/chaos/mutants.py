@@ -24,11 +24,15 @@ from spotgrpo.shared.s3 import S3Store
 
 @dataclass(frozen=True)
 class Mutant:
-    """A rule that is broken: how, and the cells in which that must come out."""
+    """A rule that is broken: how, the cells in which that must come out, and what of the failure's text it shows by.
+
+    One that breaks nothing is the control: its cells must pass.
+    """
 
     what: str
-    install: Callable[[], None]
+    install: Callable[[], None] | None
     cells: tuple[str, ...]
+    symptom: str
 
 
 def _ack_before_commit() -> None:
@@ -147,43 +151,63 @@ def _published_before_issued() -> None:
     Committer.submit = submit  # type: ignore[method-assign]
 
 
-MUTANTS: Mapping[str, Mutant] = MappingProxyType(
+BROKEN: Mapping[str, Mutant] = MappingProxyType(
     {
         "ack-order": Mutant(
             "deliveries are acked before the commit",
             _ack_before_commit,
             ("SIGKILL learner / after the step",),
+            "to be settled did not happen",
         ),
         "dedupe": Mutant(
             "a group of a task that is not outstanding counts",
             _no_dedupe,
             ("SIGSTOP worker / after confirm, before ack",),
+            "settled_twice",
         ),
         "copies": Mutant(
             "copies of held groups are acked early",
             _copies_acked_early,
             ("line reset, then SIGKILL / learner",),
+            "to be settled did not happen",
         ),
         "cas": Mutant(
             "`latest.json` is written without a condition",
             _no_compare_and_swap,
             ("SIGSTOP learner / after manifest, before `latest`",),
+            "not in the chain any more",
         ),
         "fencing": Mutant(
             "a learner that lost the run goes on",
             _no_fencing,
             ("SIGSTOP learner / after manifest, before `latest`",),
+            "not in the chain any more",
         ),
         "read-back": Mutant(
             "a move without an answer counts as lost",
             _no_read_back,
             ("answer lost / `latest` moved",),
+            "ended with 4",
         ),
-        "digest": Mutant("downloads are not checked", _no_digest, ("download flipped / adapter",)),
+        "digest": Mutant(
+            "downloads are not checked",
+            _no_digest,
+            ("download flipped / adapter",),
+            "served from other bytes",
+        ),
         "write-ahead": Mutant(
             "tasks are published before a ledger holds them",
             _published_before_issued,
             ("SIGKILL learner / state and ledger stored, before `latest`",),
+            "no ledger issued",
         ),
     }
 )
+
+CONTROL = Mutant(
+    "nothing (the control)",
+    None,
+    tuple(sorted({cell for mutant in BROKEN.values() for cell in mutant.cells})),
+    "NOT CAUGHT",
+)
+MUTANTS: Mapping[str, Mutant] = MappingProxyType({"control": CONTROL, **BROKEN})

@@ -49,7 +49,9 @@ def run(order: dict[str, Any]) -> int:
     _record_steps(folder / "records" / f"{os.getpid()}.msgpack")
     _record_adapters(folder / "adapters" / f"stored.{os.getpid()}")
     if order["mutant"]:
-        mutants.MUTANTS[order["mutant"]].install()
+        install = mutants.MUTANTS[order["mutant"]].install
+        assert install is not None
+        install()
     from spotgrpo.cli.main import app
 
     try:

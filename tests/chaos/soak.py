@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.cells import CELLS, WIPED, Cell
+from tests.chaos.cells import CELLS, DISK_FULL, WIPED, Cell
 from tests.chaos.mutants import MUTANTS, Mutant
 from tests.chaos.world import World
 
 REPEATS = 4
 WIPED_REISSUE_S = 3.0
 MUTANT_REPEATS = 3
-MUTANT_PATIENCE_S = 25.0
+PATIENCE_S = 25.0
+NOT_CAUGHT = "NOT CAUGHT"
 
 
 @dataclass
@@ -109,7 +110,10 @@ def run(world: World, cells: Sequence[Cell], args: argparse.Namespace) -> list[T
     tried = soak(world, order, args.seed, say=True)
     lost, duplicated = end(world)
     counts = world.books.chain[-1].counts
-    print(f"{counts.settled} groups settled, {counts.duplicate} copies of groups told apart\n")
+    print(
+        f"{counts.settled} groups settled, {counts.duplicate} copies of groups told apart, "
+        f"{world.books.carried_on()} rollouts carried on from partials\n"
+    )
     tried[-1].lost += len(lost)
     tried[-1].duplicated += len(duplicated)
     return tried
@@ -121,7 +125,7 @@ def caught(name: str, mutant: Mutant) -> str | None:
     assert len(cells) == len(mutant.cells), f"{name} names a cell that there is not"
     folder = Path(tempfile.mkdtemp(prefix=f"spotgrpo-mutant-{name}-"))
     try:
-        with World(folder, mutant=name, patience_s=MUTANT_PATIENCE_S) as world:
+        with World(folder, mutant=name if mutant.install else "", patience_s=PATIENCE_S) as world:
             soak(world, cells * MUTANT_REPEATS, 0, say=False)
             lost, duplicated = end(world)
     except AssertionError as exc:
@@ -130,14 +134,14 @@ def caught(name: str, mutant: Mutant) -> str | None:
 
 
 def try_mutants(only: str) -> int:
-    """Break every rule in turn; 0 where each was found out."""
-    missed = 0
+    """Break every rule in turn; 0 where each was found out by what it breaks, and the unbroken ones were not."""
+    wrong = 0
     for name, mutant in MUTANTS.items():
         if only in name:
-            by = caught(name, mutant)
-            missed += by is None
-            print(f"| {mutant.what} | {by or 'NOT CAUGHT'} |", flush=True)
-    return 1 if missed else 0
+            by = caught(name, mutant) or NOT_CAUGHT
+            wrong += mutant.symptom not in by
+            print(f"| {mutant.what} | {by} |", flush=True)
+    return 1 if wrong else 0
 
 
 def main() -> int:
@@ -155,7 +159,11 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="spotgrpo-chaos-"))
     print(f"logs in {folder}")
     with World(folder) as world:
-        if chosen := [cell for cell in CELLS if args.only in str(cell)]:
+        chosen = [cell for cell in CELLS if args.only in str(cell)]
+        if not world.disk.is_mounted:
+            print("no right to mount a small file system here: disk full is not tried")
+            chosen = [cell for cell in chosen if cell.fault != DISK_FULL]
+        if chosen:
             tried += run(world, chosen, args)
         if wiped := [cell for cell in WIPED if args.only in str(cell)]:
             world.renew("wiped", WIPED_REISSUE_S)

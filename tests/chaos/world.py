@@ -122,7 +122,8 @@ class SmallDisk:
         self.is_mounted = not done.returncode
 
     def fill(self) -> None:
-        """Leave no byte free."""
+        """Leave no byte free. Never on the machine's own disk."""
+        assert self.is_mounted
         with contextlib.suppress(OSError), (self._folder / "filler").open("wb", 0) as file:
             while True:
                 file.write(bytes(4096))
@@ -137,13 +138,13 @@ class SmallDisk:
 
 @dataclass
 class Member:
-    """A role process. ``fate`` holds the exit codes that are no surprise."""
+    """A role process. ``fate`` holds the exit codes that are no surprise: none, unless something is done to it."""
 
     role: Role
     pid: int
     log: Path
     is_target: bool
-    fate: set[int] = field(default_factory=lambda: {0})
+    fate: set[int] = field(default_factory=set)
 
     @property
     def process(self) -> psutil.Process:
@@ -179,6 +180,7 @@ class World:
     members: list[Member] = field(default_factory=list)
     started: int = 0
     sizes: list[tuple[int, int]] = field(default_factory=list)
+    steady_pids: set[int] = field(default_factory=set)
     _fault: int = 0
 
     def __enter__(self) -> Self:
@@ -221,6 +223,7 @@ class World:
         self.folder = self.base / run
         self.folder.mkdir()
         self.sizes.clear()
+        self.steady_pids.clear()
         self._begin()
         self._open_books()
 
@@ -435,9 +438,12 @@ class World:
         """Open files and resident bytes of the worker that lives through everything."""
         process = self.steady.process
         self.sizes.append((process.num_fds(), process.memory_info().rss))
+        self.steady_pids.add(process.pid)
 
     def check_sizes(self) -> None:
         """The worker that lived through everything holds no more files, and little more memory, than early on."""
+        if len(self.steady_pids) > 1:
+            raise Failure("the steady worker did not live through everything")
         early, late = self.sizes[: len(self.sizes) // 3], self.sizes[-(len(self.sizes) // 3) :]
         if len(early) < 3:
             return

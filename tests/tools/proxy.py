@@ -87,13 +87,14 @@ class Proxy:
     ) -> None:
         self.close()
 
-    def cut(self) -> None:
-        """Reset every connection that stands."""
+    def cut(self) -> int:
+        """Reset every connection that stands; how many there were."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for sock in pair:
                 _reset(sock)
+        return len(pairs)
 
     def cut_after(self, count: int) -> None:
         """Reset the connection on which the ``count``-th byte from now on passes, and let that be its last."""
