@@ -15,6 +15,7 @@ import pytest
 from spotgrpo.shared.config import BucketConfig
 from spotgrpo.shared.errors import IntegrityError, NotStored
 from spotgrpo.shared.memory.store import MemoryStore
+from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.s3 import S3Store, require_compare_and_swap
 
 if TYPE_CHECKING:
@@ -38,10 +39,13 @@ def s3_config(server: PrivateS3, **settings: object) -> BucketConfig:
     return BucketConfig.model_validate(given | settings)
 
 
-@pytest.fixture(scope="module", params=["memory", "s3", "s3-when-required", "s3-no-prefix"])
+@pytest.fixture(scope="module", params=["memory", "patient", "s3", "s3-when-required", "s3-no-prefix"])
 def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     if request.param == "memory":
         yield MemoryStore()
+        return
+    if request.param == "patient":
+        yield PatientStore(MemoryStore())
         return
     server: PrivateS3 = request.getfixturevalue("s3_server")
     settings = {

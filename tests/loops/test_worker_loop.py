@@ -26,6 +26,7 @@ from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.manifest import Durable, Latest, Probe
 from spotgrpo.shared.memory.broker import MemoryBroker, MemoryConsumer, MemorySubscription
 from spotgrpo.shared.memory.store import MemoryStore
+from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.ports import Broker, Delivery, Message, ObjectStore, Stored
 from spotgrpo.shared.stopping import Stopping
 from spotgrpo.shared.wire import Float32Array, Group, Sampling, Task, decode_group, encode_task
@@ -741,7 +742,7 @@ def test_a_bucket_that_refuses_for_a_while_does_not_end_the_worker(
         bench = Bench(tmp_path, store=store)
         bench.open()
         bench.commit(0)
-        async with working(bench, ScriptedEngine()) as (worker, _, running):
+        async with working(bench, ScriptedEngine(), PatientStore(store)) as (worker, _, running):
             await until(lambda: serves(worker, 0))
             store.refuses = True
             await until(lambda: "403" in caplog.text)

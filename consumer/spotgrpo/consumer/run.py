@@ -20,6 +20,7 @@ from spotgrpo.shared.manifest import (
     SamplingDocument,
 )
 from spotgrpo.shared.metrics import MetricsWriter, write_summary
+from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store, require_compare_and_swap
 from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
@@ -46,8 +47,8 @@ def run_learner(
         TransientError: a server did not answer within its start deadline.
         Fenced: another learner took the run over.
     """
-    store = S3Store.connect(config.bucket, stopping)
-    require_compare_and_swap(store)
+    bucket = S3Store.connect(config.bucket, stopping)
+    require_compare_and_swap(bucket)
     broker = RabbitMQBroker(config.broker, config.run.id, stopping)
     folder = config.run.output_dir / config.run.id
     metrics = MetricsWriter(folder / "metrics.jsonl", "learner")
@@ -58,7 +59,7 @@ def run_learner(
         )
         wiring = Wiring(
             config=config,
-            store=store,
+            store=PatientStore(bucket),
             broker=broker,
             trainer=trainer,
             prompts=prompts,
@@ -72,7 +73,7 @@ def run_learner(
     finally:
         broker.close()
         metrics.close()
-        store.close()
+        bucket.close()
     summary |= {"run": config.run.id, "metrics": str(metrics.path)}
     write_summary(folder / "summary.json", summary)
     log.info("%s at version %s; summary in %s", summary["ended"], summary["versions"], folder)

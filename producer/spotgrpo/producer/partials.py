@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from spotgrpo.producer.sampler import Draft
-from spotgrpo.shared.errors import ConfigError, NotStored, SpotGRPOError, WireError
+from spotgrpo.shared.errors import NotStored, SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.ports import Delivery, Message, ObjectInfo, ObjectStore
 from spotgrpo.shared.retry import retry
@@ -131,7 +131,7 @@ class Partials:
         self._max_staleness = max_staleness
         self._numbers = itertools.count(1)
         self._turn = asyncio.Semaphore(AT_ONCE)
-        self._is_refused = self._is_troubled = False
+        self._is_troubled = False
         self.counts = PartialCounts()
 
     async def find(self, task: Task) -> Sequence[Partial]:
@@ -168,15 +168,8 @@ class Partials:
 
     async def save(self, task: Task, drafts: Sequence[Draft], within_s: float) -> bool:
         """Store ``drafts`` for the next worker; False where there is nothing new in them, or it cannot be done."""
-        if self._is_refused:
-            return False
         try:
             return await self.store(task, drafts, within_s)
-        except ConfigError as exc:
-            if not self._is_refused:
-                log.error("partials cannot be stored: %s", exc)
-            self._is_refused = True
-            return False
         except (TimeoutError, SpotGRPOError) as exc:
             log.warning(
                 "a partial of task %s is lost: %s",

@@ -22,7 +22,6 @@ from typing import ParamSpec, TypeVar
 from spotgrpo.producer.engines.base import Engine
 from spotgrpo.producer.probe import judge
 from spotgrpo.shared.errors import (
-    ConfigError,
     IntegrityError,
     NotStored,
     StoreUnavailable,
@@ -187,15 +186,8 @@ class PolicyWatcher:
             self.finished.clear()
 
     async def _ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A call of the bucket, in a thread.
-
-        The bucket let this worker in before: a refusal now (a token that ran out) may pass like any other trouble,
-        and the versions that are loaded serve meanwhile.
-        """
-        try:
-            return await asyncio.to_thread(call, *args, **kwargs)
-        except ConfigError as exc:
-            raise StoreUnavailable(str(exc)) from exc
+        """A call of the bucket, in a thread."""
+        return await asyncio.to_thread(call, *args, **kwargs)
 
     async def _follow(self, serving: Serving) -> None:
         """Adopt ``serving`` unless it is served already or was refused before."""

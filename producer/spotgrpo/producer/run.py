@@ -22,6 +22,7 @@ from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, NotStored, St
 from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
 from spotgrpo.shared.ids import Keys, Queues
 from spotgrpo.shared.manifest import RunDocument
+from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store
 from spotgrpo.shared.tokenizing import load_tokenizer
@@ -57,13 +58,16 @@ def run_worker(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
 
 
 def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
-    store = S3Store.connect(view.bucket, stopping)
+    bucket = S3Store.connect(view.bucket, stopping)
+    store, keys = PatientStore(bucket), Keys(view.run.id)
     broker = RabbitMQBroker(view.broker, view.run.id, stopping)
     try:
-        # The broker first: refused credentials should be heard of now, not once a learner has begun.
+        # Refused credentials should be heard of now, not once a learner has begun.
         warn_s = view.log.stall_warn_s
+        with contextlib.suppress(NotStored, StoreUnavailable):
+            store.get(keys.run_json)
         document = (
-            wait_for_run(store, Keys(view.run.id), stopping, warn_s)
+            wait_for_run(store, keys, stopping, warn_s)
             if wait_for_queues(broker, Queues(view.run.id), stopping, warn_s)
             else None
         )
@@ -88,7 +92,7 @@ def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
             )
     finally:
         broker.close()
-        store.close()
+        bucket.close()
 
 
 def wait_for_run(

@@ -63,7 +63,7 @@ class Saver:
             except (TimeoutError, TransientError) as exc:
                 why = str(exc) or "the bucket does not answer"
                 break
-            except SpotGRPOError as exc:  # refused, or too big: others may do
+            except SpotGRPOError as exc:  # too big: others may do
                 why = str(exc)
         if why or has_saved:
             self._note_trouble(why)
