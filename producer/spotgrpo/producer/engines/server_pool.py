@@ -291,7 +291,7 @@ class ServerPool:
         gap = float(np.abs(mine - theirs).sum()) / max(1, len(theirs))
         if not gap <= self._noise:
             raise IntegrityError(
-                f"{url} gives other logprobs than {who} ({gap:.3g} nats apart): all servers need the same model, "
+                f"{url} gives other logprobs than {who} ({gap:.1g} nats apart): all servers need the same model, "
                 f"dtype and flags"
             )
 
