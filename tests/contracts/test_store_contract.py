@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from spotgrpo.shared.asked_store import PatientStore
 from spotgrpo.shared.config import BucketConfig
 from spotgrpo.shared.errors import IntegrityError, NotStored
 from spotgrpo.shared.memory.store import MemoryStore
-from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.s3 import S3Store, require_compare_and_swap
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import pytest
 
 from spotgrpo.consumer import run as learner_run
 from spotgrpo.producer import run as worker_run
+from spotgrpo.shared.asked_store import PatientStore
 from spotgrpo.shared.config import WorkerView
 from spotgrpo.shared.errors import ConfigError, IntegrityError, NotStored, StoreUnavailable
 from spotgrpo.shared.memory.broker import MemoryBroker
 from spotgrpo.shared.memory.store import MemoryStore
-from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.ports import ObjectStore
 from spotgrpo.shared.stopping import Stopping
 from tests.loops.test_learner_faults import Background, has_issued, until
@@ -71,7 +71,7 @@ def learn(world: World, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     )
     monkeypatch.setattr(learner_run, "Trainer", lambda *_: BookkeepingTrainer())
     monkeypatch.setattr(learner_run, "run_document", lambda *_: document_of(config))
-    return lambda: learner_run.run_learner(config, Prompts(), None, [], threading.Event())  # type: ignore[arg-type]
+    return lambda: learner_run.run_learner(config, Prompts(), None, [], threading.Event())
 
 
 def test_a_refusal_does_not_end_a_learner_that_was_let_in_before(
@@ -146,7 +146,7 @@ def test_whatever_is_refused_is_a_persons_first_and_a_trouble_that_may_pass_late
     name: str,
 ) -> None:
     gate = Gate(MemoryStore())
-    store = PatientStore(gate)  # type: ignore[arg-type]
+    store = PatientStore(gate)
     gate.is_shut = True
     with pytest.raises(ConfigError):
         CALLS[name](store)
@@ -160,7 +160,7 @@ def test_whatever_is_refused_is_a_persons_first_and_a_trouble_that_may_pass_late
 def test_an_answer_that_is_an_error_is_an_answer() -> None:
     gate = Gate(MemoryStore())
     for error, ask in ((NotStored, CALLS["get"]), (IntegrityError, CALLS["create"])):
-        store = PatientStore(gate)  # type: ignore[arg-type]
+        store = PatientStore(gate)
         with pytest.raises(error):
             ask(store)
         gate.is_shut = True

@@ -20,13 +20,13 @@ from spotgrpo.producer.engines.threaded import Running, ThreadedEngine
 from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.worker import Wiring, Worker
+from spotgrpo.shared.asked_store import PatientStore
 from spotgrpo.shared.config import RewardConfig, WorkerConfig
 from spotgrpo.shared.errors import ConfigError, SpotGRPOError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.manifest import Durable, Latest, Probe
 from spotgrpo.shared.memory.broker import MemoryBroker, MemoryConsumer, MemorySubscription
 from spotgrpo.shared.memory.store import MemoryStore
-from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.ports import Broker, Delivery, Message, ObjectStore, Stored
 from spotgrpo.shared.stopping import Stopping
 from spotgrpo.shared.wire import Float32Array, Group, Sampling, Task, decode_group, encode_task

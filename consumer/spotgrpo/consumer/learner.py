@@ -21,9 +21,11 @@ from spotgrpo.consumer.roster import Roster
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.consumer.standby import Standby
 from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
+from spotgrpo.shared.asked_store import StoppableStore
 from spotgrpo.shared.ids import Keys, Queues
 from spotgrpo.shared.latest import LatestPointer
 from spotgrpo.shared.steps import Step, reached
+from spotgrpo.shared.threads import until_stopped
 
 if TYPE_CHECKING:
     from spotgrpo.consumer.progress import Progress
@@ -63,6 +65,8 @@ class Learner:
         self._id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._pointer = LatestPointer(wiring.store, self._keys, self._id)
         self._pacing = Pacing.of(wiring.config.train)
+        self._stoppable = StoppableStore(wiring.store, wiring.stopping)
+        """For the main thread, which must hear that it should stop; the committer may go on for a while."""
 
     def run(self) -> dict[str, object]:
         """Train until ``max_steps`` or told to stop; returns the summary.
@@ -71,7 +75,7 @@ class Learner:
         publish, consume.
         """
         self._w.broker.declare()
-        write_run_document(self._w.store, self._keys, self._w.document, self._w.stopping)
+        write_run_document(self._stoppable, self._keys, self._w.document, self._w.stopping)
         with contextlib.ExitStack() as stack:
             rollouts = self._w.broker.leader_consumer(self._pacing.window)
             stack.callback(rollouts.close)
@@ -88,7 +92,7 @@ class Learner:
     def _lead(self, rollouts: LeaderConsumer) -> bool:
         w = self._w
         standby = Standby(
-            w.store, self._keys, self._queues, w.broker.depth, w.config.log.stall_warn_s
+            self._stoppable, self._keys, self._queues, w.broker.depth, w.config.log.stall_warn_s
         )
         while not w.stopping.is_set():
             if rollouts.lead(STANDBY_WAIT_S):
@@ -98,7 +102,7 @@ class Learner:
 
     def _take_over(self) -> TakenOver:
         taken = take_over(
-            self._w.store,
+            self._stoppable,
             self._keys,
             self._pointer,
             writer_id=self._id,
@@ -128,7 +132,7 @@ class Learner:
         settlement: Settlement[Receipt] = Settlement(taken.ledger)
         issuer = Issuer(w.prompts, publisher, w.config)
         requeues = Requeues(
-            w.store, self._keys, Past(w.store, taken.ledger), self._pointer.check_mine
+            self._stoppable, self._keys, Past(self._stoppable, taken.ledger), self._check_mine
         )
         after = AfterCommit(
             settlement, issuer, self._retention(), publisher, self._queues, requeues
@@ -154,7 +158,7 @@ class Learner:
             roster=self._roster(stack),
             pacing=self._pacing,
             publisher=publisher,
-            ownership=Ownership(rollouts, self._pointer.check_mine),
+            ownership=Ownership(rollouts, self._check_mine),
             depth=w.broker.depth,
             stopping=w.stopping,
             base_sha256=w.document.model.base_sha256,
@@ -163,6 +167,10 @@ class Learner:
             epoch=taken.latest.epoch,
             version=taken.ledger.version,
         )
+
+    def _check_mine(self) -> None:
+        """As the main thread asks it."""
+        until_stopped(self._pointer.check_mine, self._w.stopping)
 
     def _roster(self, stack: contextlib.ExitStack) -> Roster:
         news = self._w.broker.subscribe(self._queues.telemetry)
@@ -200,7 +208,7 @@ class Learner:
         return Intake(
             rollouts,
             dead,
-            w.store,
+            self._stoppable,
             self._keys,
             settlement,
             expected,

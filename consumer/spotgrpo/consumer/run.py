@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spotgrpo.consumer.learner import Learner, Wiring
 from spotgrpo.consumer.progress import Progress
 from spotgrpo.consumer.trainer import Trainer
+from spotgrpo.shared.asked_store import PatientStore
 from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
 from spotgrpo.shared.ids import Queues
 from spotgrpo.shared.manifest import (
@@ -20,7 +21,6 @@ from spotgrpo.shared.manifest import (
     SamplingDocument,
 )
 from spotgrpo.shared.metrics import MetricsWriter, write_summary
-from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store, require_compare_and_swap
 from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA

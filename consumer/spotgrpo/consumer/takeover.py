@@ -21,6 +21,7 @@ from spotgrpo.shared.manifest import Durable, Latest, Probe, RunDocument, sha256
 from spotgrpo.shared.ports import ObjectInfo, ObjectStore
 from spotgrpo.shared.retry import retry
 from spotgrpo.shared.steps import Step, reached
+from spotgrpo.shared.threads import until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ def take_over(
         IntegrityError: what ``latest.json`` names is missing or altered.
     """
     for left in reversed(range(TRIES)):
-        latest = retry("reading latest.json", pointer.read, stopping=stopping)
+        read = functools.partial(until_stopped, pointer.read, stopping)
+        latest = retry("reading latest.json", read, stopping=stopping)
         try:
             if latest is None:
                 return _begin(store, keys, pointer, writer_id, base_sha256, start(), stopping)
@@ -148,10 +150,14 @@ def _claim(
         }
     )
     reached(Step.LEARNER_LEADING)
-    pointer.move(mine, stopping=stopping)
+    _move(pointer, mine, stopping)
     reached(Step.LEARNER_CLAIMED)
     log.info("took the run over at version %s as epoch %d", mine.durable.policy, mine.epoch)
     return mine
+
+
+def _move(pointer: LatestPointer, latest: Latest, stopping: threading.Event) -> None:
+    until_stopped(functools.partial(pointer.move, latest, stopping=stopping), stopping)
 
 
 def _begin(
@@ -189,7 +195,7 @@ def _begin(
         durable=durable,
     )
     reached(Step.LEARNER_BEGINNING)
-    pointer.move(latest, stopping=stopping)
+    _move(pointer, latest, stopping)
     log.info("began run %s at version %s", keys.run, version)
     return TakenOver(latest, ledger, start.state, resumed=False)
 

@@ -11,10 +11,8 @@ import asyncio
 import functools
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -25,6 +23,7 @@ from spotgrpo.shared.errors import NotStored, SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.ports import Delivery, Message, ObjectInfo, ObjectStore
 from spotgrpo.shared.retry import retry
+from spotgrpo.shared.threads import in_thread
 from spotgrpo.shared.wire import (
     AGAIN,
     MAX_OBJECT_BYTES,
@@ -131,14 +130,14 @@ class Partials:
         self._max_staleness = max_staleness
         self._numbers = itertools.count(1)
         self._turn = asyncio.Semaphore(AT_ONCE)
-        self._is_troubled = False
+        self._is_losing = self._is_troubled = False
         self.counts = PartialCounts()
 
     async def find(self, task: Task) -> Sequence[Partial]:
         """Partials of ``task``; what cannot be read, or is another task's, is passed over."""
         try:
             async with asyncio.timeout(2 * FIND_S), self._turn:
-                found = await _in_thread(lambda: self._read_all(task))
+                found = await in_thread(lambda: self._read_all(task))
         except (TimeoutError, SpotGRPOError) as exc:
             self._note_trouble(str(exc) or "the bucket does not answer")
             return ()
@@ -169,14 +168,15 @@ class Partials:
     async def save(self, task: Task, drafts: Sequence[Draft], within_s: float) -> bool:
         """Store ``drafts`` for the next worker; False where there is nothing new in them, or it cannot be done."""
         try:
-            return await self.store(task, drafts, within_s)
+            is_stored = await self.store(task, drafts, within_s)
         except (TimeoutError, SpotGRPOError) as exc:
-            log.warning(
-                "a partial of task %s is lost: %s",
-                task.task_id,
-                str(exc) or "the bucket did not take it in time",
-            )
+            why = str(exc) or "the bucket did not take it in time"
+            level = logging.DEBUG if self._is_losing else logging.WARNING  # the others of a drain
+            log.log(level, "a partial of task %s is lost: %s", task.task_id, why)
+            self._is_losing = True
             return False
+        self._is_losing = self._is_losing and not is_stored
+        return is_stored
 
     async def store(self, task: Task, drafts: Sequence[Draft], within_s: float) -> bool:
         """Store ``drafts`` as they stand now; False where there is nothing new in them.
@@ -191,7 +191,7 @@ class Partials:
         give_up_at = time.monotonic() + within_s
         partial = self._partial(task, drafts)
         async with asyncio.timeout(within_s), self._turn:
-            await _in_thread(lambda: self._create(key, encode_partial(partial), give_up_at))
+            await in_thread(lambda: self._create(key, encode_partial(partial), give_up_at))
         for draft, rollout in zip(drafts, partial.rollouts, strict=True):
             draft.saved = max(draft.saved, len(rollout.token_ids))
         self.counts.saved += 1
@@ -242,18 +242,3 @@ class Partials:
             log.error("partial %s does not belong to task %s as it is asked now", key, task.task_id)
             return None
         return partial
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """``call()`` in a thread that neither the loop nor the process waits for: a bucket may never answer."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as exc:  # noqa: BLE001 - handed to who waits; a thread has nobody above it
-            future.set_exception(exc)
-
-    threading.Thread(target=work, name="partial", daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import shutil
@@ -40,6 +41,7 @@ from spotgrpo.shared.manifest import (
 )
 from spotgrpo.shared.ports import ObjectStore
 from spotgrpo.shared.steps import Step, reached
+from spotgrpo.shared.threads import in_thread
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -186,8 +188,8 @@ class PolicyWatcher:
             self.finished.clear()
 
     async def _ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A call of the bucket, in a thread."""
-        return await asyncio.to_thread(call, *args, **kwargs)
+        """A call of the bucket, which may never answer."""
+        return await in_thread(functools.partial(call, *args, **kwargs))
 
     async def _follow(self, serving: Serving) -> None:
         """Adopt ``serving`` unless it is served already or was refused before."""

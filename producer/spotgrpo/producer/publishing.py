@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from spotgrpo.shared.ids import Keys
 from spotgrpo.shared.manifest import sha256_hex
 from spotgrpo.shared.ports import Message, ObjectStore, Publisher
 from spotgrpo.shared.retry import retry
+from spotgrpo.shared.threads import in_thread
 from spotgrpo.shared.wire import (
     MAX_MESSAGE_BYTES,
     SCHEMA,
@@ -23,23 +24,22 @@ from spotgrpo.shared.wire import (
 class Outlet:
     """Where groups and handed-back tasks leave the worker. Lives in the worker's event loop.
 
-    Broker and bucket may be away for as long as they like. Each has a thread of its own here, so that neither holds
-    up the other, nor takes and adoptions.
+    Broker and bucket may be away for as long as they like. Each is asked one thing at a time on a thread of its own, so
+    that neither holds up the other, nor takes and adoptions, nor the end.
     """
 
     def __init__(self, store: ObjectStore, keys: Keys, publisher: Publisher) -> None:
         self._store, self._keys, self._publisher = store, keys, publisher
         # A full window blocks publish, and a bucket that is away the storing.
-        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
-        self._storing = ThreadPoolExecutor(1, thread_name_prefix="storing")
+        self._publishing, self._storing = asyncio.Semaphore(1), asyncio.Semaphore(1)
         self._over = threading.Event()
 
     async def message(self, group: Group) -> Message:
         """``group`` as a message. One that is too big for that is stored first, and the message names it."""
         body, kind = encode_group(group), "group"
         if len(body) > MAX_MESSAGE_BYTES:
-            loop = asyncio.get_running_loop()
-            body = await loop.run_in_executor(self._storing, self._store_body, group, body)
+            async with self._storing:
+                body = await in_thread(functools.partial(self._store_body, group, body))
             kind = "group_ref"
         headers: dict[str, str | int] = {
             "run": group.run,
@@ -52,16 +52,14 @@ class Outlet:
 
     async def confirmed(self, queue: str, message: Message) -> None:
         """Publish ``message``, and wait until the broker has confirmed it."""
-        confirmed = await asyncio.get_running_loop().run_in_executor(
-            self._publishing, self._publisher.publish, queue, message
-        )
+        async with self._publishing:
+            publish = functools.partial(self._publisher.publish, queue, message)
+            confirmed = await in_thread(publish, "publishing")
         await asyncio.wrap_future(confirmed)
 
     def close(self) -> None:
         """Give up what is not out yet, once the publisher is closed."""
         self._over.set()
-        for threads in (self._publishing, self._storing):
-            threads.shutdown(wait=False, cancel_futures=True)
 
     def _store_body(self, group: Group, body: bytes) -> bytes:
         digest = sha256_hex(body)

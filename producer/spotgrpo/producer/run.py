@@ -17,12 +17,12 @@ from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.producer.waiting import aloud
 from spotgrpo.producer.worker import Wiring, Worker
+from spotgrpo.shared.asked_store import PatientStore
 from spotgrpo.shared.config import ModelConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, NotStored, StoreUnavailable
 from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
 from spotgrpo.shared.ids import Keys, Queues
 from spotgrpo.shared.manifest import RunDocument
-from spotgrpo.shared.patient_store import PatientStore
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store
 from spotgrpo.shared.tokenizing import load_tokenizer

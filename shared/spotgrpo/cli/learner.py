@@ -9,7 +9,7 @@ from spotgrpo.cli.errors import exit_on_errors, stop_is_a_normal_end
 from spotgrpo.cli.extras import require
 from spotgrpo.cli.options import AsJson, ConfigPath, Sets, folder_of, load, print_json
 from spotgrpo.shared.config import Config
-from spotgrpo.shared.stopping import Stopping
+from spotgrpo.shared.stopping import AT_ONCE_S, Stopping
 
 
 def command(config: ConfigPath, sets: Sets = None, as_json: AsJson = False) -> None:
@@ -20,7 +20,7 @@ def command(config: ConfigPath, sets: Sets = None, as_json: AsJson = False) -> N
     with exit_on_errors():
         loaded = load(config, sets, Config)
         require("learner")
-        with Stopping().on_signals() as stopping, stop_is_a_normal_end(stopping):
+        with Stopping().on_signals(AT_ONCE_S) as stopping, stop_is_a_normal_end(stopping):
             summary = _train(loaded, folder_of(config), stopping)
         if as_json:
             print_json(summary)

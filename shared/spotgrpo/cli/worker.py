@@ -6,7 +6,7 @@ from spotgrpo.cli.errors import exit_on_errors, stop_is_a_normal_end
 from spotgrpo.cli.extras import require
 from spotgrpo.cli.options import OptionalConfigPath, Sets, folder_of, load
 from spotgrpo.shared.config import WorkerView
-from spotgrpo.shared.stopping import Stopping
+from spotgrpo.shared.stopping import AT_ONCE_S, Stopping
 
 
 def command(config: OptionalConfigPath = None, sets: Sets = None) -> None:
@@ -18,7 +18,7 @@ def command(config: OptionalConfigPath = None, sets: Sets = None) -> None:
     with exit_on_errors():
         view = load(config, sets, WorkerView)
         require("vllm", "worker") if view.worker.engine == "auto" else require(_extra(view))
-        with Stopping().on_signals() as stopping, stop_is_a_normal_end(stopping):
+        with Stopping().on_signals(AT_ONCE_S) as stopping, stop_is_a_normal_end(stopping):
             from spotgrpo.producer.run import run_worker
 
             run_worker(view, folder_of(config), stopping)

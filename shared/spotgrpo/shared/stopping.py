@@ -15,6 +15,8 @@ from types import FrameType
 log = logging.getLogger(__name__)
 
 EXIT_INTERRUPTED = 130
+AT_ONCE_S = 2.0
+"""What a role gets after a second Ctrl-C."""
 
 
 class Stopping(threading.Event):
@@ -34,6 +36,7 @@ class Stopping(threading.Event):
         self._callbacks: list[Callable[[], None]] = []
         self._guard = threading.Lock()
         self._interrupts = 0
+        self._leave_s: float | None = None
 
     def set(self) -> None:
         """Ask to stop and call the callbacks, each once, on this thread. Idempotent."""
@@ -92,12 +95,17 @@ class Stopping(threading.Event):
             remove()
 
     @contextlib.contextmanager
-    def on_signals(self) -> Iterator[Stopping]:
+    def on_signals(self, leave_s: float | None = None) -> Iterator[Stopping]:
         """Let SIGINT and SIGTERM ask to stop while the block runs (main thread only).
 
         A second SIGINT raises KeyboardInterrupt; a third ends the process without more ado, for native code
         that never comes back to Python.
+
+        Args:
+            leave_s: seconds after the second one at which that happens anyhow; None where something has to be tidied
+                up first, however long it takes.
         """
+        self._leave_s = leave_s
         before = {
             number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -113,10 +121,19 @@ class Stopping(threading.Event):
         if self._interrupts > 2:
             os._exit(EXIT_INTERRUPTED)
         if self._interrupts > 1:
+            if self._leave_s is not None:
+                threading.Thread(target=self._leave, args=(self._leave_s,), daemon=True).start()
             raise KeyboardInterrupt
         # On a thread of its own: the one interrupted here may hold the event's lock.
         name = signal.Signals(number).name
         threading.Thread(target=self._ask_aloud, args=(name,), name="stopping", daemon=True).start()
+
+    @staticmethod
+    def _leave(after_s: float) -> None:
+        """Whatever the rest of the process still waits for."""
+        time.sleep(after_s)
+        os.write(2, b"spotgrpo: stopped at once\n")
+        os._exit(EXIT_INTERRUPTED)
 
     def _ask_aloud(self, name: str) -> None:
         if not self.is_set():
