@@ -182,6 +182,13 @@ def test_rule_7_a_takeover_reads_again_when_the_dead_learners_last_move_lands_la
     assert len(world.durable_steps()) == 4
 
 
+def test_latest_json_says_from_where_takeovers_resumed(world: World) -> None:
+    with ThreadWorker(world):
+        for max_steps in (2, 3, 5):
+            world.learner(config_of(max_steps=max_steps)).run()
+    assert world.latest().takeovers == {2: 2, 3: 3}
+
+
 def test_lost_channels_do_not_make_steps_short(world: World) -> None:
     """Receipts of dead channels fill no prefetch window."""
     gate = threading.Event()

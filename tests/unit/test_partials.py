@@ -101,7 +101,17 @@ TRAINABLE: list[tuple[str, list[list[tuple[PolicyVersion, int]]], PolicyVersion,
 def test_rule_9_a_partial_is_used_only_if_it_can_still_be_trained(
     rollouts: list[list[tuple[PolicyVersion, int]]], served: PolicyVersion, usable: bool
 ) -> None:
-    assert can_be_trained(partial_of(*rollouts), TASK, served, MAX_STALENESS) is usable
+    assert can_be_trained(partial_of(*rollouts), TASK, served, MAX_STALENESS, {}) is usable
+
+
+@pytest.mark.parametrize(
+    ("takeovers", "usable"), [({}, True), ({2: 5}, True), ({2: 4}, True), ({2: 3}, False)]
+)
+def test_rule_9_a_token_of_a_version_given_up_counts_as_what_the_takeover_resumed_from(
+    takeovers: dict[int, int], usable: bool
+) -> None:
+    partial = partial_of([(v(5), 3)], [])
+    assert can_be_trained(partial, TASK, v(6, 2), MAX_STALENESS, takeovers) is usable
 
 
 @pytest.mark.parametrize(
@@ -120,13 +130,13 @@ def test_a_pinned_task_goes_on_only_on_its_own_version(
     usable: bool,
 ) -> None:
     task = replace(TASK, pinned=pinned)
-    assert can_be_trained(partial_of(runs, []), task, served, MAX_STALENESS) is usable
+    assert can_be_trained(partial_of(runs, []), task, served, MAX_STALENESS, {}) is usable
 
 
 def test_a_partial_is_no_older_than_its_task_asks_for() -> None:
     partial = partial_of([(v(4), 3)], [])
-    assert can_be_trained(partial, replace(TASK, min_version=4), v(5), MAX_STALENESS)
-    assert not can_be_trained(partial, replace(TASK, min_version=5), v(5), MAX_STALENESS)
+    assert can_be_trained(partial, replace(TASK, min_version=4), v(5), MAX_STALENESS, {})
+    assert not can_be_trained(partial, replace(TASK, min_version=5), v(5), MAX_STALENESS, {})
 
 
 def test_the_longest_partial_that_can_be_trained_is_chosen() -> None:
@@ -135,9 +145,9 @@ def test_the_longest_partial_that_can_be_trained_is_chosen() -> None:
         partial_of([(v(4), 2)], [(v(5), 2)]),
         partial_of([(v(1), 9)], []),
     )
-    assert choose([short, long, stale], TASK, v(5), MAX_STALENESS) is long
-    assert choose([stale], TASK, v(5), MAX_STALENESS) is None
-    assert choose([], TASK, v(5), MAX_STALENESS) is None
+    assert choose([short, long, stale], TASK, v(5), MAX_STALENESS, {}) is long
+    assert choose([stale], TASK, v(5), MAX_STALENESS, {}) is None
+    assert choose([], TASK, v(5), MAX_STALENESS, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -216,10 +226,13 @@ def test_what_is_saved_is_found_again() -> None:
         next_worker = Partials(store, keys, "b", 2)
         (found,) = await next_worker.find(TASK)
         assert found.tokens == 3
-        assert [len(draft.token_ids) for draft in next_worker.begin(TASK, [found], v(5))] == [3, 0]
+        assert [len(draft.token_ids) for draft in next_worker.begin(TASK, [found], v(5), {})] == [
+            3,
+            0,
+        ]
         assert next_worker.counts.resumed == 1
         assert next_worker.counts.tokens_resumed == 3
-        assert [draft.seed for draft in next_worker.begin(TASK, [found], v(9))] == [0, 1]
+        assert [draft.seed for draft in next_worker.begin(TASK, [found], v(9), {})] == [0, 1]
         assert next_worker.counts.stale == 1
 
     asyncio.run(story())

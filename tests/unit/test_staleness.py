@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spotgrpo.consumer.pacing import Pacing
-from spotgrpo.consumer.staleness import lag_of, lineage_version
-from spotgrpo.shared.ids import PolicyVersion
+from spotgrpo.consumer.staleness import lag_of
+from spotgrpo.shared.ids import PolicyVersion, lineage_version
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from spotgrpo.consumer.advantages import group_advantages
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
-from spotgrpo.consumer.staleness import Lag, lag_of, lineage_version, oldest_version
+from spotgrpo.consumer.staleness import Lag, lag_of, oldest_version
 from spotgrpo.shared.config import TrainConfig
 from spotgrpo.shared.errors import (
     IntegrityError,
@@ -28,7 +28,7 @@ from spotgrpo.shared.errors import (
     StoreUnavailable,
     WireError,
 )
-from spotgrpo.shared.ids import Keys, TaskId
+from spotgrpo.shared.ids import Keys, TaskId, lineage_version
 from spotgrpo.shared.manifest import sha256_hex
 from spotgrpo.shared.ports import Consumer, Delivery, Handle, ObjectStore
 from spotgrpo.shared.retry import retry

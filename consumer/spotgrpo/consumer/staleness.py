@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spotgrpo.shared.ids import PolicyVersion
+from spotgrpo.shared.ids import lineage_version
 from spotgrpo.shared.wire import Group
 
 
@@ -23,19 +23,6 @@ class Lag:
     @property
     def total(self) -> int:
         return self.in_flight + self.in_queue
-
-
-def lineage_version(version: PolicyVersion, takeovers: Mapping[int, int]) -> int:
-    """The number that ``version`` counts as today.
-
-    A takeover with a later epoch may have given ``version`` up and resumed from an older one; the version then
-    counts as the durable version that it grew from.
-
-    Args:
-        takeovers: epoch -> version number that its learner resumed from.
-    """
-    resumed = [number for epoch, number in takeovers.items() if epoch > version.epoch]
-    return min([version.number, *resumed])
 
 
 def oldest_version(group: Group, takeovers: Mapping[int, int]) -> int:

@@ -147,6 +147,7 @@ def _claim(
             "nonce": fresh_nonce(),
             "serving": serving,
             "finished": False,
+            "takeovers": {**latest.takeovers, latest.epoch + 1: latest.durable.version},
         }
     )
     reached(Step.LEARNER_LEADING)

@@ -20,7 +20,7 @@ import numpy as np
 
 from spotgrpo.producer.sampler import Draft
 from spotgrpo.shared.errors import NotStored, SpotGRPOError, WireError
-from spotgrpo.shared.ids import Keys, PolicyVersion
+from spotgrpo.shared.ids import Keys, PolicyVersion, lineage_version
 from spotgrpo.shared.ports import Delivery, Message, ObjectInfo, ObjectStore
 from spotgrpo.shared.retry import retry
 from spotgrpo.shared.threads import in_thread
@@ -72,12 +72,19 @@ def belongs_to(partial: Partial, task: Task) -> bool:
 
 
 def can_be_trained(
-    partial: Partial, task: Task, version: PolicyVersion, max_staleness: int
+    partial: Partial,
+    task: Task,
+    version: PolicyVersion,
+    max_staleness: int,
+    takeovers: Mapping[int, int],
 ) -> bool:
     """Whether a group that is carried on from ``partial`` under ``version`` can still be trained.
 
-    A token of a newer number or epoch than ``version`` is of a version that a takeover gave up. What it grew from is
-    not known here, so it counts as too old.
+    A token of a version that a takeover gave up counts as what that resumed from, as it does for the learner. One of a
+    newer number or epoch than ``version`` counts as too old: that takeover may not be known here yet.
+
+    Args:
+        takeovers: epoch -> version number that its learner resumed from.
     """
     found = {run.version for rollout in partial.rollouts for run in rollout.versions}
     if not found:
@@ -86,15 +93,19 @@ def can_be_trained(
         return False
     if any(one.number > version.number or one.epoch > version.epoch for one in found):
         return False
-    oldest = min(one.number for one in found)
+    oldest = min(lineage_version(one, takeovers) for one in found)
     return oldest >= max(task.min_version, version.number - max_staleness)
 
 
 def choose(
-    found: Iterable[Partial], task: Task, version: PolicyVersion, max_staleness: int
+    found: Iterable[Partial],
+    task: Task,
+    version: PolicyVersion,
+    max_staleness: int,
+    takeovers: Mapping[int, int],
 ) -> Partial | None:
     """The partial that spares the most tokens, or None where none can be carried on under ``version``."""
-    usable = [one for one in found if can_be_trained(one, task, version, max_staleness)]
+    usable = [one for one in found if can_be_trained(one, task, version, max_staleness, takeovers)]
     return max(usable, key=lambda one: one.tokens, default=None)
 
 
@@ -152,9 +163,15 @@ class Partials:
             log.info("partials can be looked for again")
         self._is_troubled = bool(why)
 
-    def begin(self, task: Task, found: Sequence[Partial], version: PolicyVersion) -> list[Draft]:
+    def begin(
+        self,
+        task: Task,
+        found: Sequence[Partial],
+        version: PolicyVersion,
+        takeovers: Mapping[int, int],
+    ) -> list[Draft]:
         """The drafts to sample from under ``version``: carried on where that can be trained, else empty ones."""
-        best = choose(found, task, version, self._max_staleness)
+        best = choose(found, task, version, self._max_staleness, takeovers)
         if best is None:
             if found:
                 self.counts.stale += 1

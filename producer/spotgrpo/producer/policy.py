@@ -15,7 +15,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -86,6 +86,7 @@ class PolicyWatcher:
     Attributes:
         refused_why: why the newest version is not served; empty where it is.
         trouble: why nothing can be learned of versions now; empty where it can.
+        takeovers: epoch -> version number that its learner resumed from.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class PolicyWatcher:
         self.counts = Adoptions()
         self.refused_why = ""
         self.trouble = ""
+        self.takeovers: Mapping[int, int] = {}
 
     def wake(self) -> None:
         """Look at ``latest.json`` now. To be called on the event loop."""
@@ -174,6 +176,7 @@ class PolicyWatcher:
             log.error("latest.json is not readable: %s", exc)
             self._etag = stored.etag
             return
+        self.takeovers = latest.takeovers
         await self._follow(latest.serving)
         self._etag = stored.etag
         self._says_finished = latest.finished

@@ -260,7 +260,9 @@ class Worker:
                 if adopted is None:
                     continue
                 job.enter(Stage.SAMPLING)
-                job.drafts = self._partials.begin(task, found, adopted.version)
+                job.drafts = self._partials.begin(
+                    task, found, adopted.version, self._w.policy.takeovers
+                )
                 try:
                     return await self._generate(job, adopted)
                 except RequestRefused as exc:

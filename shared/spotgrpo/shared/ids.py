@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import total_ordering
 
@@ -69,6 +70,19 @@ class PolicyVersion:
         if found is None or str(found) != text:
             raise WireError(f"policy version {text[:60]!r} is not v<number>.e<epoch>")
         return found
+
+
+def lineage_version(version: PolicyVersion, takeovers: Mapping[int, int]) -> int:
+    """The number that ``version`` counts as today.
+
+    A takeover with a later epoch may have given ``version`` up and resumed from an older one; the version then
+    counts as the durable version that it grew from.
+
+    Args:
+        takeovers: epoch -> version number that its learner resumed from.
+    """
+    resumed = [number for epoch, number in takeovers.items() if epoch > version.epoch]
+    return min([version.number, *resumed])
 
 
 @dataclass(frozen=True)

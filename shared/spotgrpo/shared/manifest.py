@@ -136,6 +136,7 @@ class Latest(SchemaDocument):
 
     ``epoch`` is the active learner's; ``serving`` and ``durable`` may still name versions of an epoch before it.
     ``writer`` and ``nonce`` tell one learner's bytes from any other's. ``finished`` tells workers to leave.
+    ``takeovers`` says, by epoch, from which version its learner resumed: newer ones of earlier epochs were given up.
     """
 
     epoch: Annotated[int, Field(ge=1)]
@@ -145,6 +146,7 @@ class Latest(SchemaDocument):
     durable: Durable
     step_s: float = 0.0
     finished: bool = False
+    takeovers: dict[int, int] = {}
 
 
 class ModelIdentity(Document):
