@@ -24,7 +24,8 @@ from spotgrpo.shared.s3 import S3Store
 
 @dataclass(frozen=True)
 class Mutant:
-    """A rule that is broken: how, the cells in which that must come out, and what of the failure's text it shows by.
+    """A rule that is broken: how, the cells in which that must come out, and the failure that it shows by (regular
+    expression).
 
     One that breaks nothing is the control: its cells must pass.
     """
@@ -151,13 +152,18 @@ def _published_before_issued() -> None:
     Committer.submit = submit  # type: ignore[method-assign]
 
 
+HANGS = "did not happen within"
+"""A group that is lost is waited for in vain, after the fault or at the end: nothing is published a second time."""
+GOES_ON = "the end of learner|not in the chain any more"
+"""A learner that lost the run does not leave, or what another one committed is overwritten."""
+
 BROKEN: Mapping[str, Mutant] = MappingProxyType(
     {
         "ack-order": Mutant(
             "deliveries are acked before the commit",
             _ack_before_commit,
             ("SIGKILL learner / after the step",),
-            "to be settled did not happen",
+            HANGS,
         ),
         "dedupe": Mutant(
             "a group of a task that is not outstanding counts",
@@ -169,19 +175,19 @@ BROKEN: Mapping[str, Mutant] = MappingProxyType(
             "copies of held groups are acked early",
             _copies_acked_early,
             ("line reset, then SIGKILL / learner",),
-            "to be settled did not happen",
+            HANGS,
         ),
         "cas": Mutant(
             "`latest.json` is written without a condition",
             _no_compare_and_swap,
             ("SIGSTOP learner / after manifest, before `latest`",),
-            "not in the chain any more",
+            GOES_ON,
         ),
         "fencing": Mutant(
             "a learner that lost the run goes on",
             _no_fencing,
             ("SIGSTOP learner / after manifest, before `latest`",),
-            "not in the chain any more",
+            GOES_ON,
         ),
         "read-back": Mutant(
             "a move without an answer counts as lost",
