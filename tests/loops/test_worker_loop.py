@@ -300,6 +300,22 @@ def test_a_version_that_fails_a_check_is_never_served(tmp_path: Path, fault: str
     run(story)
 
 
+def test_few_refused_versions_are_remembered(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spotgrpo.producer.policy.MOST_REFUSED", 2)
+
+    async def story() -> None:
+        bench.commit(0)
+        async with working(bench, ScriptedEngine()) as (worker, _, _):
+            policy = worker._w.policy
+            for number in range(1, 5):
+                bench.commit(number, modules=2)
+                await until(lambda n=number: policy.counts.refused == n)  # type: ignore[misc]
+            assert len(policy._refused) == 2
+            assert "v00000004" in policy.refused_why
+
+    run(story)
+
+
 def test_a_passing_probe_is_reported(bench: Bench) -> None:
     async def story() -> None:
         bench.commit(0)

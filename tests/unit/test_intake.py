@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from spotgrpo.consumer.intake import Expected, HeldGroup, Intake, Receipt
+from spotgrpo.consumer.intake import (
+    MOST_COUNTED,
+    MOST_SHOWN,
+    OTHERS,
+    Expected,
+    HeldGroup,
+    Intake,
+    Receipt,
+    Tally,
+)
 from spotgrpo.consumer.ledger import Ledger
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
@@ -104,3 +113,17 @@ def test_rule_2_a_dead_letter_of_a_settled_task_is_a_duplicate() -> None:
     ledger = desk.settled()
     assert ledger.settled == {"dead": (A,)}
     assert ledger.counts.duplicate == 1
+
+
+def test_stale_groups_of_any_number_of_workers_are_counted_in_a_bounded_record() -> None:
+    tally = Tally()
+    assert tally.largest() == {}
+    for index in range(5 * MOST_COUNTED):
+        tally.add(f"w{index}")
+        tally.add("slow")
+    shown = tally.largest()
+    assert len(shown) == MOST_SHOWN + 1
+    assert shown["slow"] == 5 * MOST_COUNTED
+    assert sum(shown.values()) == 10 * MOST_COUNTED
+    assert shown[OTHERS] == 5 * MOST_COUNTED - (MOST_SHOWN - 1)
+    assert len(tally._counts) <= MOST_COUNTED

@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 
 LARGEST_REWARD = 1e9
 """Beyond it float32 loses what rewards differ by, and sums overflow."""
+MOST_COUNTED = 1024
+MOST_SHOWN = 32
+OTHERS = "others"
+"""Workers whose stale groups are counted each by itself, and of these the ones that a record names."""
 POLL_S = 0.2
 """Longest wait for a delivery before the learner looks at everything else."""
 
@@ -102,13 +106,35 @@ class Expected:
 
 
 @dataclass
+class Tally:
+    """Counts by worker, of which a run may see any number: the small ones are counted together once there are many."""
+
+    _counts: Counter[str] = field(default_factory=Counter)
+    _others: int = 0
+
+    def add(self, worker: str) -> None:
+        """One more of ``worker``."""
+        self._counts[worker] += 1
+        if len(self._counts) > MOST_COUNTED:
+            self._counts, before = Counter(), self._counts
+            self._counts.update(dict(before.most_common(MOST_COUNTED // 2)))
+            self._others += before.total() - self._counts.total()
+
+    def largest(self, most: int = MOST_SHOWN) -> dict[str, int]:
+        """The ``most`` largest counts, and all others as one."""
+        shown = dict(self._counts.most_common(most))
+        others = self._counts.total() + self._others - sum(shown.values())
+        return {**shown, OTHERS: others} if others else shown
+
+
+@dataclass
 class Seen:
     """What came in since the run was taken over; for metrics."""
 
     tokens: int = 0
     groups: int = 0
     malformed: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: Tally = field(default_factory=Tally)
     """Stale groups by worker."""
 
 
@@ -281,7 +307,7 @@ class Intake:
                     lag.in_queue,
                 )
                 self._settlement.settle("stale", [held.task])
-                self.seen.dropped[held.group.worker] += 1
+                self.seen.dropped.add(held.group.worker)
                 del self._held[held.task]
 
     def _receive_dead(self) -> None:

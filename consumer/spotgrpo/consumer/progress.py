@@ -226,7 +226,7 @@ class Progress:
             "tokens_received": seen.tokens,
             "groups_received": seen.groups,
             "groups_malformed": seen.malformed,
-            "stale_by_worker": dict(seen.dropped),
+            "stale_by_worker": {**seen.dropped.largest()},
         }
         self.metrics.write(record)
         self._last_record = record

@@ -50,6 +50,8 @@ T = TypeVar("T")
 LONGEST_PAUSE_S = 30.0
 LONGEST_WHY = 120
 """Characters of a reason that a report carries."""
+MOST_REFUSED = 32
+"""Versions remembered as refused: only the newest are ever named again."""
 FINISHED_GRACE_S = 60.0
 """A run that was finished when the worker came may be about to be resumed; after this it is believed."""
 
@@ -209,6 +211,8 @@ class PolicyWatcher:
                 self.counts.refused += 1
                 self.refused_why = _short(f"{serving.policy}: {exc}")
                 self._refused[serving.sha256] = self.refused_why
+                if len(self._refused) > MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
                 served = self.current.version if self.current else "nothing"
                 log.error("version %s is refused, %s stays: %s", serving.policy, served, exc)
                 return
