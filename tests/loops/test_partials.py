@@ -481,7 +481,9 @@ def test_a_partial_that_the_engine_refuses_does_not_cost_the_task(
     assert "is not used" in caplog.text
 
 
-def test_an_engine_that_dies_in_a_drain_keeps_neither_tokens_nor_task(bench: Bench) -> None:
+def test_an_engine_that_dies_in_a_drain_keeps_neither_tokens_nor_task_and_is_an_error(
+    bench: Bench,
+) -> None:
     async def story() -> None:
         bench.commit(0)
         bench.ask(0, tokens=1000)
@@ -491,7 +493,8 @@ def test_an_engine_that_dies_in_a_drain_keeps_neither_tokens_nor_task(bench: Ben
             stopping.set()
             await asyncio.sleep(0.05)
             engine.dead = True
-            await asyncio.wait_for(running, 5)
+            with pytest.raises(SpotGRPOError, match="the engine died"):
+                await asyncio.wait_for(running, 5)
         assert partials(bench)[0].tokens == engine.sampled.total()
         assert bench.ready(bench.queues.tasks) == 1
 

@@ -141,6 +141,8 @@ class Worker:
             drain_s = 0.0 if finished.done() else self._w.config.drain_s
             if not await self._drain(Patience(drain_s, self._w.stopping)):
                 close_s = UNANSWERED_CLOSE_S
+            if self._failure.done():  # meanwhile
+                self._failure.result()
         finally:
             left = (*background, intake, stopped, finished, *self._works())
             for task in left:
