@@ -93,9 +93,7 @@ class Drain:
         untouched = [job for job in self.jobs.values() if not job.drafts]
         for job in untouched:  # now, or room that comes free would let one begin
             job.stop()
-        early = asyncio.gather(
-            self._return_untaken(), *(self._return(job, store_s=0.0) for job in untouched)
-        )
+        early = asyncio.gather(*(self._return(job, store_s=0.0) for job in untouched))
         try:
             await self._let_finish(patience)
             hand_back_s = patience.hand_back_s
@@ -149,10 +147,6 @@ class Drain:
             reached(Step.WORKER_PARTIAL_STORED)
         await self._hand_back(job.message, job.handles)
         del self.jobs[job.task.task_id]
-
-    async def _return_untaken(self) -> None:
-        while (delivery := await asyncio.to_thread(self.consumer.take, 0)) is not None:
-            await self._hand_back(delivery.message, [delivery.handle])
 
     async def _hand_back(self, message: Message, handles: list[Handle]) -> None:
         await self.publish(marked_again(message))
