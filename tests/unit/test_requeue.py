@@ -235,6 +235,9 @@ def test_an_unreachable_bucket_costs_a_look_and_is_named_once(
     assert caplog.text.count("cannot look for tasks to try again") == 1
     store.is_down = False
     assert chain.look() == [A.next_attempt()]
+    store.is_down = True
+    chain.look()
+    assert caplog.text.count("cannot look for tasks to try again") == 2
 
 
 def test_the_chain_is_read_in_bites_and_only_when_somebody_asks(

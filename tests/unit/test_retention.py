@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from spotgrpo.shared.errors import Fenced, StoreUnavailable
 from spotgrpo.shared.ids import Keys, TaskId
 from spotgrpo.shared.manifest import Durable, Latest, Serving
 from spotgrpo.shared.memory.store import MemoryStore
+from spotgrpo.shared.ports import ObjectInfo
 
 KEYS = Keys("r")
 NOW = 2_000_000_000.0
@@ -118,3 +121,23 @@ def test_failing_to_delete_costs_space_and_one_line(caplog: pytest.LogCaptureFix
     for _ in range(3):
         retention.apply(LATEST, [], LEDGER)
     assert caplog.text.count("takes space") == 1
+
+
+class Flaky(MemoryStore):
+    is_away = False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return super().list(prefix)
+
+
+def test_each_outage_is_named_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "spotgrpo")
+    store = Flaky()
+    retention = Retention(store, KEYS, keep=3, every=None, check_mine=lambda: None)
+    for is_away in (True, True, False, False, True):
+        store.is_away = is_away
+        retention.apply(LATEST, [], LEDGER)
+    assert caplog.text.count("cannot delete") == 2
+    assert caplog.text.count("can be deleted again") == 1

@@ -124,6 +124,9 @@ class Requeues:
         wait = LOOK_S
         try:
             self._read_requests()
+            if self._complained:
+                log.info("tasks to try again can be looked for again")
+            self._complained = False
         except Fenced:
             raise
         except SpotGRPOError as exc:

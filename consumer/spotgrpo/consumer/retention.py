@@ -58,6 +58,9 @@ class Retention:
             self._drop_states(latest)
             self._drop_versions(latest)
             self._drop_leftovers(ledger)
+            if self._complained:
+                log.info("what is not needed any more can be deleted again")
+            self._complained = False
         except Fenced:
             raise
         except SpotGRPOError as exc:
