@@ -1,4 +1,4 @@
-"""Whom a standby waits for, said at once and then now and then."""
+"""Whom a standby waits for, said soon and then now and then."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from spotgrpo.shared.ports import ObjectStore, QueueDepth
 
 log = logging.getLogger(__name__)
 
+FIRST_S: Final = 5.0
+"""A connection may take so long to get the leader queue that nobody else holds."""
 SAY_EVERY: Final = 4
 """In stall_warn_s: a standby may wait for days, and nothing is wrong then."""
 
@@ -39,7 +41,9 @@ class Standby:
 
     def still_waiting(self) -> None:
         """Say who leads, as ``latest.json`` has it."""
-        if self._due is not None and self.clock() < self._due:
+        if self._due is None:
+            self._due = self.clock() + FIRST_S
+        if self.clock() < self._due:
             return
         self._due = self.clock() + SAY_EVERY * self.stall_warn_s
         if self.depth(self.queues.tasks) is None:
