@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from spotgrpo.consumer.progress import Progress
 from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.ids import Queues
 from spotgrpo.shared.log import SecretsFilter, configure_logging, redact
 from spotgrpo.shared.metrics import MetricsWriter, write_summary
 from spotgrpo.shared.stopping import Stopping
@@ -211,3 +214,18 @@ def test_the_second_interrupt_ends_at_once_and_a_second_sigterm_does_not() -> No
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == -signal.SIGINT
         assert "KeyboardInterrupt" in process.stderr.read()
+
+
+def test_a_learner_names_a_long_wait_in_growing_gaps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as metrics:
+        progress = Progress(Queues("r"), metrics, 5, 30.0, lambda: now)
+        for _ in range(2):  # each wait anew
+            caplog.clear()
+            with progress.waiting_for_commit():
+                for _ in range(600):
+                    now += 1.0
+                    progress.still_committing()
+            assert caplog.text.count("for the commit") == 4  # after 30, 90, 210 and 450 s

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from spotgrpo.producer.waiting import Watchdog, aloud, gaps
+from spotgrpo.producer.waiting import Watchdog, aloud
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, SpotGRPOError
+from spotgrpo.shared.gaps import gaps
 from spotgrpo.shared.rabbitmq.outage import Outage
 
 

@@ -16,6 +16,7 @@ from spotgrpo.consumer.ledger import CAUSES, Counts, Ledger
 from spotgrpo.consumer.roster import Roster
 from spotgrpo.consumer.staleness import Lag
 from spotgrpo.consumer.stall import Scene
+from spotgrpo.shared.gaps import gaps
 from spotgrpo.shared.ids import Queues
 from spotgrpo.shared.metrics import MetricsWriter
 from spotgrpo.shared.ports import QueueDepth
@@ -87,6 +88,8 @@ class Progress:
     _started: float = 0.0
     _last_sign: float = 0.0
     _said: float = 0.0
+    _gap_s: float = 0.0
+    _gaps: Iterator[float] = field(default_factory=lambda: iter(()))
     _waiting_since: float = 0.0
     _first_version: int = 0
     _version: int = 0
@@ -95,6 +98,9 @@ class Progress:
     _say_flat_at: int = FLAT_BATCHES
     _final: dict[str, object] = field(default_factory=dict)
     _last_record: dict[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._wait()
 
     def began(self, version: int, *, resumed: bool) -> None:
         """The run is taken over; the first task goes out now."""
@@ -110,7 +116,7 @@ class Progress:
     @contextlib.contextmanager
     def waiting_for_rollouts(self) -> Iterator[None]:
         """Count the seconds of the block as ``perf/rollout_wait_s``."""
-        started = self._said = self.clock()
+        started = self._wait()
         try:
             yield
         finally:
@@ -119,11 +125,24 @@ class Progress:
     @contextlib.contextmanager
     def waiting_for_commit(self) -> Iterator[None]:
         """Count the seconds of the block as waiting for the bucket."""
-        started = self._said = self._waiting_since = self.clock()
+        started = self._waiting_since = self._wait()
         try:
             yield
         finally:
             self._waits.commit += self.clock() - started
+
+    def _wait(self) -> float:
+        """A wait begins now."""
+        self._said, self._gaps = self.clock(), gaps(self.stall_warn_s)
+        self._gap_s = next(self._gaps)
+        return self._said
+
+    def _is_due(self) -> bool:
+        """Whether to name the wait now: after ``stall_warn_s``, and then in growing gaps."""
+        if self.clock() - self._said < self._gap_s:
+            return False
+        self._said, self._gap_s = self.clock(), next(self._gaps)
+        return True
 
     def still_waiting(
         self,
@@ -133,10 +152,9 @@ class Progress:
         *,
         leads: bool,
     ) -> None:
-        """Say, every ``stall_warn_s``, what is being waited for, and what can be seen of those who should send it."""
-        if self.clock() - self._said < self.stall_warn_s:
+        """Say, now and then, what is being waited for, and what can be seen of those who should send it."""
+        if not self._is_due():
             return
-        self._said = self.clock()
         scene = Scene(
             tasks=depth(self.queues.tasks),
             rollouts=depth(self.queues.rollouts),
@@ -151,9 +169,8 @@ class Progress:
         log.warning("no step for %.0f s: %s", waited, scene.describe(self.queues))
 
     def still_committing(self) -> None:
-        """Say, every ``stall_warn_s``, that the commit before has not landed."""
-        if self.clock() - self._said >= self.stall_warn_s:
-            self._said = self.clock()
+        """Say, now and then, that the commit before has not landed."""
+        if self._is_due():
             log.warning(
                 "waiting for %.0f s for the commit up to version %d to reach the bucket; deliveries stay unacked "
                 "until it does",

@@ -9,17 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+
+from spotgrpo.shared.gaps import gaps
 
 log = logging.getLogger(__name__)
-
-LONGEST_GAP_S: Final = 600.0
-
-
-def gaps(warn_s: float) -> Iterator[float]:
-    """Seconds before each line: ``warn_s``, and then twice as long every time, up to ten minutes."""
-    longest = max(warn_s, LONGEST_GAP_S)
-    return (min(warn_s * 2.0 ** min(n, 32), longest) for n in itertools.count())
 
 
 @dataclass
