@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 MAX_UNCONFIRMED_BYTES = 64 << 20
 """Bytes on their way to the broker at most (one message may be bigger): pika copies every body that it holds."""
 LONGEST_REFUSAL_S = 2.0
+QUIET_S = 60.0
+"""So long a queue has to take everything before it counts as no longer full."""
 UNLIMITED = 1 << 30
 CLOSE_GRACE_S = 1.0
 
@@ -53,13 +55,18 @@ class _Pending:
 
 @dataclass(eq=False)
 class _Lane:
-    """Messages for one queue. A refusal stops the lane; then one message probes, and success opens it step by step."""
+    """Messages for one queue. A refusal stops the lane; then one message probes, and success opens it step by step.
+
+    A queue that is full again and again is one trouble: it is said once, and once when it takes all for a while.
+    """
 
     queue: str
     waiting: list[_Pending] = field(default_factory=list)
     in_flight: int = 0
     limit: int = UNLIMITED
     paused: bool = False
+    refusals: int = 0
+    is_troubled: bool = False
     backoff: Backoff = field(default_factory=lambda: Backoff(LONGEST_REFUSAL_S))
 
     @property
@@ -333,15 +340,25 @@ class RabbitMQPublisher:
         if lane.limit > self._window or not lane.waiting:
             lane.limit = UNLIMITED
             lane.backoff.reset()
+            over = functools.partial(self._note_over, lane, lane.refusals)
+            self._link.call_later(QUIET_S, over)
+
+    @staticmethod
+    def _note_over(lane: _Lane, refusals: int) -> None:
+        """``QUIET_S`` after it opened: nothing was refused since."""
+        if lane.is_troubled and lane.refusals == refusals:
+            lane.is_troubled = False
             log.info("publisher: %s takes messages again", lane.queue)
 
     def _hold(self, lane: _Lane, pending: _Pending, why: str) -> None:
         pending.returned = False
         heapq.heappush(lane.waiting, pending)
-        if not lane.refuses:
+        lane.refusals += 1
+        if not lane.is_troubled:
             log.warning(
                 "publisher: the broker refuses messages for %s: %s; trying again", lane.queue, why
             )
+        lane.is_troubled = True
         lane.limit = 1
         if not lane.paused:
             lane.paused = True
