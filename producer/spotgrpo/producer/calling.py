@@ -138,8 +138,10 @@ async def _finish(awaitable: Any) -> Outcome:
 
 
 async def _within(running: Future[Outcome], timeout_s: float) -> Outcome:
+    # Not wait_for: until Python 3.12 it may take a cancellation for the answer, and a drain would wait for the rest.
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(running), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(running)
     except TimeoutError as exc:
         raise NoAnswer(f"no answer within {timeout_s:g} s") from exc
 

@@ -301,8 +301,10 @@ class ServerPool:
         """One server's life: looked at every CHECK_S, or at once where it is in doubt, less often while it is away."""
         pause_s, failures = CHECK_S, 0
         while True:
+            # Not wait_for: until Python 3.12 it may take a cancellation for the doubt, and the watch would not end.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.doubted.wait(), pause_s * random.uniform(0.8, 1.2))
+                async with asyncio.timeout(pause_s * random.uniform(0.8, 1.2)):
+                    await server.doubted.wait()
             server.doubted.clear()
             try:
                 await self._look(server)
