@@ -14,7 +14,7 @@ import pytest
 
 from spotgrpo.producer.engines.base import Chunk, GenerationRequest, RequestRefused
 from spotgrpo.producer.worker import Worker
-from spotgrpo.shared.errors import ConfigError, StoreUnavailable
+from spotgrpo.shared.errors import ConfigError, SpotGRPOError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion, TaskId
 from spotgrpo.shared.memory.broker import MemoryConsumer
 from spotgrpo.shared.memory.store import MemoryStore

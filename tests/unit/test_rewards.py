@@ -8,11 +8,13 @@ import json
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spotgrpo.producer.calling import Outcome, _within
 from spotgrpo.producer.rewards import Rewards, Scored
 from spotgrpo.shared.config import RewardConfig
 from spotgrpo.shared.errors import ConfigError
@@ -629,3 +631,21 @@ def test_a_function_from_another_file_is_digested_with_it(tmp_path: Path) -> Non
     rewards = resolve(tmp_path, "from helper_with_reward import f\n", "f")
     alone = hashlib.sha256(b"from helper_with_reward import f\n").hexdigest()
     assert rewards.identities()[0].sha256 != alone
+
+
+def test_a_cancellation_that_comes_with_the_answer_is_heard() -> None:
+    """In each of the turns that the event loop takes to bring the answer."""
+
+    async def story() -> None:
+        for turns in range(5):
+            running: Future[Outcome] = Future()
+            waiting = asyncio.create_task(_within(running, 10.0))
+            await asyncio.sleep(0)
+            running.set_result(Outcome(1))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            was_asked = waiting.cancel()  # False: it has ended before
+            await asyncio.wait({waiting})
+            assert waiting.cancelled() is was_asked
+
+    asyncio.run(story())
