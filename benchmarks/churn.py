@@ -22,12 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.chaos.metered import Meter
 from tests.chaos.world import Failure, Member, World, kept_on_failure
 
-FACTOR = 15.0
+FACTOR, QUICK_FACTOR = 6.0, 15.0
+"""What takes real processor time here (starting a process, adopting a version) is inflated by it."""
 WORKERS = 4
 STARTUP_S = 60.0
 """From the order for a machine to a worker that can take a task: image, weights, CUDA graphs, first version."""
@@ -79,13 +82,13 @@ class Clock:
 
 @dataclass
 class Life:
-    """A worker process: up from when its start-up should be over, or from its first token, until it is killed."""
+    """A worker process: up from when its start-up should be over, or from its first request, until it is killed."""
 
     member: Member
     up_at: float
     killed_at: float | None = None
     lost_tokens: int = 0
-    first_token_at: float = 0.0
+    began_at: float = 0.0
 
     def up_between(self, start: float, end: float) -> float:
         return max(0.0, min(end, self.killed_at or end) - max(start, self.up_at))
@@ -139,13 +142,13 @@ class Fleet:
         path = self.world.folder / "meters" / str(life.member.pid)
         return Meter.read(path) if path.exists() and path.stat().st_size else None
 
-    def note_first_tokens(self) -> None:
+    def note_beginnings(self) -> None:
         """Whoever came up before its time counts as up from then on."""
         for life in self.lives:
             meter = self.meter(life)
-            life.first_token_at = meter.first_token_at if meter else 0.0
-            if life.first_token_at:
-                life.up_at = min(life.up_at, life.first_token_at)
+            life.began_at = meter.began_at if meter else 0.0
+            if life.began_at:
+                life.up_at = min(life.up_at, life.began_at)
 
     def generated(self) -> int:
         return sum(meter.tokens for life in self.lives if (meter := self.meter(life)))
@@ -187,6 +190,7 @@ class Phase:
     kills: list[Life] = field(default_factory=list)
     commits: list[tuple[float, int]] = field(default_factory=list)
     generated: int = 0
+    machine_busy_pct: float = 0.0
 
 
 def gaps(rate: float, seed: int) -> Iterator[float]:
@@ -200,6 +204,7 @@ def run_phase(fleet: Fleet, rate: float, minutes: float, seed: int) -> Phase:
     """Kill at ``rate``; measured from two start-ups on, so that the share of workers that are up is a steady one."""
     clock, phase = fleet.clock, Phase(rate)
     before = fleet.generated()
+    psutil.cpu_percent()
     phase.begun = time.time()
     phase.start = phase.begun + (2 * clock.start_up if rate else 0.0)
     phase.end = phase.start + clock.here(60 * minutes)
@@ -218,6 +223,7 @@ def run_phase(fleet: Fleet, rate: float, minutes: float, seed: int) -> Phase:
         look_until(fleet, phase, time.time() + LOOK_S)
     phase.over = time.time()
     phase.generated = fleet.generated() - before
+    phase.machine_busy_pct = psutil.cpu_percent()
     return phase
 
 
@@ -242,6 +248,13 @@ def trained_per_s(world: World, phase: Phase) -> float:
         phase.commits[bisect.bisect_left(times, at)] for at in (phase.start, phase.end)
     )
     return (trained[v1] - trained[v0]) / (t1 - t0)
+
+
+def busy(fleet: Fleet, phase: Phase) -> float:
+    """Tokens that were generated, as a share of what the workers that were up could have."""
+    up = sum(life.up_between(phase.begun, phase.over) for life in fleet.lives)
+    pace = GROUP_TOKENS * GROUPS_IN_FLIGHT / fleet.clock.group_s
+    return phase.generated / (up * pace)
 
 
 def time_left(fleet: Fleet, phase: Phase) -> float:
@@ -285,11 +298,11 @@ def recoveries(fleet: Fleet, phase: Phase) -> list[float]:
 
 
 def take_ups(fleet: Fleet, phase: Phase) -> list[float]:
-    """From the end of the start-up to the first token, of the workers that came up in this phase."""
+    """From the end of the start-up to the first request, of the workers that came up in this phase."""
     return [
-        life.first_token_at - life.up_at
+        life.began_at - life.up_at
         for life in fleet.lives
-        if phase.start <= life.up_at <= phase.end and life.first_token_at
+        if phase.start <= life.up_at <= phase.end and life.began_at
     ]
 
 
@@ -307,6 +320,10 @@ def result_of(fleet: Fleet, phase: Phase, rate_of_none: float) -> dict[str, Any]
         "recovery_worst_s": round(factor * max(found), 1) if found else None,
         "recovery_here_s": round(statistics.median(found), 2) if found else None,
         "take_up_s": round(factor * statistics.median(take_up), 2) if take_up else None,
+        "take_up_mean_s": round(factor * statistics.mean(take_up), 2) if take_up else None,
+        "take_up_worst_s": round(factor * max(take_up), 2) if take_up else None,
+        "busy": round(busy(fleet, phase), 4),
+        "machine_busy_pct": phase.machine_busy_pct,
     }
 
 
@@ -362,7 +379,7 @@ def measure(world: World, clock: Clock, rates: Sequence[float], args: Any) -> li
         print(f"{rate:g} kills an hour: {len(phases[-1].kills)} kills", flush=True)
     world.finish(steps=MAX_STALENESS + 1)  # what is outstanding then is enough for so many
     world.books.check()
-    fleet.note_first_tokens()
+    fleet.note_beginnings()
     lost = world.books.lost() + world.books.unsettled()
     duplicated = world.books.duplicated()
     rate_of_none = trained_per_s(world, phases[0])
@@ -378,7 +395,11 @@ def measure(world: World, clock: Clock, rates: Sequence[float], args: Any) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="0 and 120 kills an hour, 3 minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="0 and 120 kills an hour, 2 minutes each, compressed more",
+    )
     parser.add_argument("--rates", default="0,6,30,120", help="kills an hour; the first must be 0")
     parser.add_argument("--minutes", type=float, default=60.0, help="of each rate, as stood for")
     parser.add_argument("--startup-s", type=float, default=STARTUP_S, help="of a worker")
@@ -386,7 +407,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     args = parser.parse_args()
     if args.quick:
-        args.rates, args.minutes = "0,120", 3.0
+        args.rates, args.minutes = "0,120", 2.0
+        args.factor = QUICK_FACTOR
     rates = [float(rate) for rate in args.rates.split(",")]
     clock = Clock(args.factor, args.startup_s)
     with kept_on_failure(Path(tempfile.mkdtemp(prefix="spotgrpo-churn-"))) as folder:
