@@ -39,7 +39,9 @@ def s3_config(server: PrivateS3, **settings: object) -> BucketConfig:
     return BucketConfig.model_validate(given | settings)
 
 
-@pytest.fixture(scope="module", params=["memory", "patient", "s3", "s3-when-required", "s3-no-prefix"])
+@pytest.fixture(
+    scope="module", params=["memory", "patient", "s3", "s3-when-required", "s3-no-prefix"]
+)
 def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     if request.param == "memory":
         yield MemoryStore()
