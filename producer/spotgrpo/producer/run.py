@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spotgrpo.producer.cache import cache_folder
 from spotgrpo.producer.engines.base import EngineSpec, ServersSpec
 from spotgrpo.producer.engines.registry import make_engine
 from spotgrpo.producer.notices import NoticeWatch
@@ -79,12 +79,7 @@ def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
             rewards = Rewards.from_run(document.rewards, view.rewards, base_dir)
             tokenizer = _checked_tokenizer(model, document)
         with contextlib.closing(rewards), contextlib.ExitStack() as stack:
-            cache = view.worker.cache_dir
-            if cache is not None:
-                cache.mkdir(parents=True, exist_ok=True)
-            folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="spotgrpo-", dir=cache))
-            )
+            folder = stack.enter_context(cache_folder(view.worker.cache_dir))
             if view.worker.engine == "vllm-server":
                 folder.chmod(0o755)  # its servers may be another user's
             asyncio.run(
