@@ -356,13 +356,13 @@ def broker_restarted(world: World, _rng: random.Random) -> None:
 def broker_wiped(world: World, _rng: random.Random) -> None:
     """SIGKILL, its disk is lost, and a start on an empty one: tasks are published again."""
     pid = world.rabbitmq.pid
-    before = sum(one.said(AGAIN) for one in world.of("learner"))
+    before = world.said("learner", AGAIN)
     world.rabbitmq.kill()
     shutil.rmtree(world.rabbitmq.folder / "mnesia")
     _started_again(world, pid)
     world.wait_for(
         "tasks to be published again",
-        lambda: sum(one.said(AGAIN) for one in world.of("learner")) > before,
+        lambda: world.said("learner", AGAIN) > before,
         FIRING_S,
     )
 
@@ -424,13 +424,11 @@ def _met_once(world: World, role: Role, fault: Fault, method: str, part: str) ->
 
 def disk_full(world: World, _rng: random.Random) -> None:
     """The workers' cache has no room for a version: they serve on with the one before, and say so."""
-    before = {one.pid: one.said(NO_SPACE) for one in world.of("worker")}
-
-    def noticed() -> bool:
-        return any(one.said(NO_SPACE) > before.get(one.pid, 0) for one in world.of("worker"))
-
+    before = world.said("worker", NO_SPACE)
     world.disk.fill()
-    world.wait_for("a worker to miss the room", noticed, FIRING_S)
+    world.wait_for(
+        "a worker to miss the room", lambda: world.said("worker", NO_SPACE) > before, FIRING_S
+    )
     time.sleep(1)
     world.disk.free()
 

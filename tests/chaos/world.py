@@ -359,6 +359,11 @@ class World:
                     return member
         return None
 
+    def said(self, role: Role, text: str) -> int:
+        """How often the logs of a role's processes have ``text``, those included that have ended."""
+        logs = (self.folder / "logs").glob(f"{role}-*.log")
+        return sum(log.read_text(errors="replace").count(text) for log in logs)
+
     def tail(self, log: Path, lines: int = 40) -> str:
         """The end of a log."""
         text = log.read_text(errors="replace").splitlines() if log.exists() else []

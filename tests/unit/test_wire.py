@@ -612,7 +612,21 @@ def test_a_hostile_row_takes_little_memory(name: str) -> None:
 
 
 def decoded_within(decode: Callable[[bytes], Any], body: bytes) -> Any:
-    """The decoded value or None for a WireError; fails where decoding took more than 32 times the body and 8 MiB."""
+    """The decoded value or None for a WireError; fails where decoding took more than 32 times the body and 8 MiB.
+
+    The least of three measurements: what threads of earlier tests allocate meanwhile can only add to one.
+    """
+    found, peak = min(
+        (decoded_with_peak(decode, body) for _ in range(3)), key=lambda measured: measured[1]
+    )
+    assert peak < 8 * MIB + 32 * len(body), (
+        f"{peak / MIB:.1f} MiB for a body of {len(body) / MIB:.3f}"
+    )
+    return found
+
+
+def decoded_with_peak(decode: Callable[[bytes], Any], body: bytes) -> tuple[Any, int]:
+    """The decoded value or None, and the most bytes that were allocated meanwhile."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -622,10 +636,7 @@ def decoded_within(decode: Callable[[bytes], Any], body: bytes) -> Any:
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert peak < 8 * MIB + 32 * len(body), (
-        f"{peak / MIB:.1f} MiB for a body of {len(body) / MIB:.3f}"
-    )
-    return found
+    return found, peak
 
 
 def test_a_body_over_the_limit_is_refused_unread() -> None:
