@@ -88,6 +88,19 @@ def test_rule_4_not_while_a_publish_of_it_is_unconfirmed_or_tasks_wait(desk: Des
     assert desk.reissue(EMPTY) == [A]
 
 
+def test_rule_4_a_task_that_later_ones_have_overtaken_goes_out_again_though_tasks_wait(
+    desk: Desk,
+) -> None:
+    """In a run that flows, some task waits whenever one looks: a lost one would be missed for ever."""
+    desk.issuer.publish([(A, 0), (B, 0)])
+    desk.outbox.confirm()
+    desk.now = 10.0
+    assert desk.issuer.reissue([(A, 0), (B, 0)], lambda _: WAITING) == []
+    desk.issuer.forget([B])
+    desk.now = 11.0
+    assert desk.issuer.reissue([(A, 0)], lambda _: WAITING) == [A]
+
+
 def test_the_broker_is_not_asked_at_every_turn_for_how_many_tasks_wait(desk: Desk) -> None:
     """No worker may come for days."""
     asked: list[str] = []

@@ -7,10 +7,11 @@ ledger (rule 4).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -36,12 +37,20 @@ def rollout_seeds(seed: int, task: TaskId, group_size: int) -> tuple[int, ...]:
     return tuple(int(word) >> 1 for word in sequence.generate_state(group_size, np.uint32))
 
 
+_Due = tuple[TaskId, int, float]
+"""A task, its version at issue, and the seconds that it gave no sign for."""
+
+
 @dataclass
 class _Timer:
-    """When a task is published again: ``wait`` seconds after its last publish was confirmed."""
+    """When a task is published again: ``wait`` seconds after its last publish was confirmed.
+
+    ``place`` is that of its last publish among all.
+    """
 
     due: float
     wait: float
+    place: int
     is_confirmed: bool = False
 
 
@@ -66,6 +75,8 @@ class Issuer:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._look_at = 0.0
+        self._places = itertools.count(1)
+        self._settled_place = 0
 
     def task(self, task_id: TaskId, issued_at: int) -> Task:
         """The task that ``task_id``, issued at version number ``issued_at``, stands for.
@@ -106,9 +117,9 @@ class Issuer:
             self._publish(task_id, issued_at, self._config.train.reissue_after_s, again=again)
 
     def _publish(self, task_id: TaskId, issued_at: int, wait: float, *, again: bool) -> None:
-        timer = _Timer(self._clock() + wait, wait)
         with self._lock:
             body = encode_task(self.task(task_id, issued_at))
+            timer = _Timer(self._clock() + wait, wait, next(self._places))
             self._timers[task_id] = timer
         done = self._publisher.publish(self._queue, self._message(task_id, body, again=again))
         done.add_done_callback(lambda future: self._confirmed(timer, future))
@@ -142,14 +153,16 @@ class Issuer:
         with self._lock:
             wait = self._config.train.reissue_after_s
             for task_id in tasks:
-                timer = _Timer(self._clock() + wait, wait, is_confirmed=True)
+                timer = _Timer(self._clock() + wait, wait, next(self._places), is_confirmed=True)
                 self._timers.setdefault(task_id, timer)
 
     def forget(self, tasks: Iterable[TaskId]) -> None:
         """Drop the timers of settled tasks."""
         with self._lock:
             for task_id in tasks:
-                self._timers.pop(task_id, None)
+                timer = self._timers.pop(task_id, None)
+                if timer is not None:
+                    self._settled_place = max(self._settled_place, timer.place)
 
     def reissue(
         self,
@@ -158,28 +171,45 @@ class Issuer:
     ) -> list[TaskId]:
         """Publish again, under the same ids, the tasks of ``missing`` that gave no sign for too long.
 
-        Not while a publish of the same task is unconfirmed: the publisher repeats that itself. Not while tasks wait
-        in their queue either: these may be among them, and a copy would be generated for nothing.
+        Not while a publish of the same task is unconfirmed: the publisher repeats that itself. Not while it may wait
+        in its queue either, since a copy would be generated for nothing: it does not once the queue is empty, or once
+        a task that was published after it has been answered. In a run that flows the queue may never be seen empty.
         """
         after_s = self._config.train.reissue_after_s
-        due = self._due(missing) if self._clock() >= self._look_at else []
-        if not due:
-            return []
-        tasks = depth(self._queue)
-        if tasks is None or tasks.ready:
-            self._look_at = self._clock() + min(LOOK_AGAIN_S, after_s)
-            return []
+        due, overtaken = self._due(dict(missing))
+        if len(overtaken) < len(due) and not self._is_queue_empty(depth, after_s):
+            due = overtaken
         longest = LONGEST_BACKOFF * after_s
         for task_id, issued_at, waited in due:
             log.warning("task %s gave no sign for %.0f s: publishing it again", task_id, waited)
             self._publish(task_id, issued_at, min(2 * waited, longest), again=True)
         return [task_id for task_id, _, _ in due]
 
-    def _due(self, missing: Iterable[tuple[TaskId, int]]) -> list[tuple[TaskId, int, float]]:
-        now, due = self._clock(), []
+    def _is_queue_empty(self, depth: Callable[[str], QueueDepth | None], after_s: float) -> bool:
+        """Whether no task waits; asked now and then only, False in between."""
+        if self._clock() < self._look_at:
+            return False
+        tasks = depth(self._queue)
+        if tasks is not None and not tasks.ready:
+            return True
+        self._look_at = self._clock() + min(LOOK_AGAIN_S, after_s)
+        return False
+
+    def _due(self, missing: Mapping[TaskId, int]) -> tuple[list[_Due], list[_Due]]:
+        """Of ``missing``: what is due, and what of that a later task has overtaken."""
+        now = self._clock()
+        due: list[_Due] = []
+        overtaken: list[_Due] = []
         with self._lock:
-            for task_id, issued_at in missing:
+            answered = max(
+                (timer.place for task, timer in self._timers.items() if task not in missing),
+                default=0,
+            )
+            newest = max(answered, self._settled_place)
+            for task_id, issued_at in missing.items():
                 timer = self._timers.get(task_id)
                 if timer is not None and timer.is_confirmed and now >= timer.due:
                     due.append((task_id, issued_at, timer.wait))
-        return due
+                    if timer.place < newest:
+                        overtaken.append(due[-1])
+        return due, overtaken
