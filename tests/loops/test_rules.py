@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -13,7 +14,14 @@ from spotgrpo.shared.memory.broker import MemoryLeaderConsumer, MemoryPublisher
 from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.ports import Message, Stored
 from spotgrpo.shared.steps import Step, observe
-from tests.tools.loop_world import BookkeepingTrainer, ThreadWorker, World, config_of
+from spotgrpo.shared.wire import Group, Task
+from tests.tools.loop_world import (
+    BookkeepingTrainer,
+    ThreadWorker,
+    World,
+    answer,
+    config_of,
+)
 
 
 class Killed(Exception):
@@ -131,3 +139,26 @@ def test_rule_7_a_takeover_leads_reads_claims_restores_publishes_and_then_consum
     world.learner(config_of(), Restoring(), stopping).run()
     order = list(dict.fromkeys(events))
     assert order == ["lead", "read", "claim", "restore", "publish", "consume"]
+
+
+def test_rule_4_a_learner_that_never_waits_for_groups_misses_a_lost_task_all_the_same(
+    world: World,
+) -> None:
+    """Its worker is faster than its steps: there is always a batch, and some task waits whenever one looks."""
+    lost = TaskId(1)
+    seen: list[TaskId] = []
+
+    def act(worker: ThreadWorker, task: Task) -> list[Group]:
+        is_lost = task.task_id == lost and lost not in seen
+        seen.append(task.task_id)
+        return [] if is_lost else [answer(task, worker.serving())]
+
+    steps = 14
+    trainer = BookkeepingTrainer(lambda: time.sleep(0.15))
+    config = config_of(max_steps=steps, reissue_after_s=0.3)
+    with ThreadWorker(world, act):
+        world.learner(config, trainer).run()
+    assert seen.count(lost) == 2
+    step = next(i for i, tasks in enumerate(world.durable_steps()) if str(lost) in tasks)
+    assert step < steps - 4, "only at the end, when there was nothing else to do"
+    assert world.audit().balanced

@@ -173,6 +173,7 @@ class TrainingLoop:
         or settled in a ledger that is on its way to the bucket.
         """
         while not self.is_done and not self.stopping.is_set():
+            self._look_after()
             batch = self._next_batch()
             if batch:
                 self._train_on(batch)
@@ -196,16 +197,23 @@ class TrainingLoop:
         with self.progress.waiting_for_rollouts():
             return self.intake.next_batch(self.version, self._while_waiting)
 
-    def _while_waiting(self, settleable: bool) -> None:
-        """Between two looks for deliveries: commit without a step (rule 5), reissue (rule 4), say what is missing."""
-        self.committer.check()
+    def _look_after(self) -> None:
+        """Whether the run is ours, and whether a task is lost (rule 4).
+
+        At every turn: a learner that always finds groups enough would never look while it waits.
+        """
         self.issuer.check()
         self.ownership.check()
+        if self.ownership.is_sure:
+            self.issuer.reissue(self.settlement.missing(), self.depth)
+
+    def _while_waiting(self, settleable: bool) -> None:
+        """Between two looks for deliveries: commit without a step (rule 5), say what is missing."""
+        self.committer.check()
+        self._look_after()
         self.requeues.look()
         if settleable and self.committer.idle and self._is_worth_a_commit:
             self._commit(None, state=None)
-        if self.ownership.is_sure:
-            self.issuer.reissue(self.settlement.missing(), self.depth)
         self.roster.listen()
         self.progress.still_waiting(
             self.settlement.unsettled, self.depth, self.roster, leads=self.ownership.is_sure
