@@ -203,6 +203,7 @@ async def test_a_server_that_sends_nothing_any_more_loses_its_requests_to_anothe
     await engine.load(FIRST, adapter)
     servers[0].hangs_after = 7
     await asyncio.gather(*(answer(engine, request(n)) for n in range(4)))
+    assert streams(servers[0]), "the server that hangs was asked for nothing"
 
 
 async def test_a_request_that_every_server_dies_of_is_refused(
@@ -227,6 +228,7 @@ async def test_a_request_that_loses_its_server_again_and_again_still_comes_to_it
     for server in servers:
         server.dies_after = 9
     await answer(engine, request(tokens=60))
+    assert sum(len(streams(server)) for server in servers) > 3, "it lost no server"
 
 
 async def test_what_a_server_says_of_a_request_is_that_requests_alone(

@@ -106,11 +106,6 @@ class Proxy:
         with self._lock:
             self._trap = trap
 
-    @property
-    def is_set(self) -> bool:
-        """True while the trap has not sprung."""
-        return self._trap is not None
-
     def stall(self) -> None:
         """Forward nothing, and tell nobody."""
         self._flowing.clear()
