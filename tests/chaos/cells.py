@@ -91,7 +91,7 @@ def killed_in_drain(step: Step) -> Callable[[World, random.Random], None]:
                 for other in world.of("worker"):
                     if other.is_target and not witness.exists():
                         other.fate = {0, -signal.SIGKILL}
-                        os.kill(other.pid, signal.SIGTERM)
+                        world.tell_to_stop(other)
                         break
                 time.sleep(0.3)
         world.wait_for("the kill", witness.exists, FIRING_S)
@@ -147,7 +147,7 @@ def told_to_stop_with_time(world: World, _rng: random.Random) -> None:
     """SIGTERM to a worker that may finish what it has begun: it hands nothing unfinished back."""
     member = world.start("worker", "worker.drain_s=20")
     world.wait_for("it to work", lambda: member.said("serving version"))
-    os.kill(member.pid, signal.SIGTERM)
+    world.tell_to_stop(member)
     world.wait_for_exit(member, 0)
 
 
@@ -218,14 +218,17 @@ def reset_then_killed(world: World, rng: random.Random) -> None:
 
 
 def _stop_standby(world: World) -> None:
-    """So that the active learner gets the run back whatever happens to its line."""
+    """So that the active learner gets the run back whatever happens to its line.
+
+    One that is no standby but lost the run a moment ago leaves fenced, told to stop or not.
+    """
     for member in world.of("learner"):
         if member is not world.active:
             member.fate = {0}
-            os.kill(member.pid, signal.SIGTERM)
+            world.tell_to_stop(member)
             world.wait_for(
-                "the standby to leave",
-                lambda gone=member: world.nursery.exit_code(gone.pid) == 0,
+                f"{member.log.name} to leave",
+                lambda gone=member: world.nursery.exit_code(gone.pid) is not None,
                 FIRING_S,
                 tend=False,
             )
@@ -430,10 +433,12 @@ def _met_once(world: World, role: Role, fault: Fault, method: str, part: str) ->
 def disk_full(world: World, _rng: random.Random) -> None:
     """The workers' cache has no room for a version: they serve on with the one before, and say so."""
     before = world.said("worker", NO_SPACE)
-    world.disk.fill()
-    world.wait_for(
-        "a worker to miss the room", lambda: world.said("worker", NO_SPACE) > before, FIRING_S
-    )
+
+    def missed() -> bool:
+        world.disk.fill()  # again: a version that was unloaded leaves room for the next
+        return world.said("worker", NO_SPACE) > before
+
+    world.wait_for("a worker to miss the room", missed, FIRING_S)
     time.sleep(1)
     world.disk.free()
 

@@ -122,9 +122,9 @@ class SmallDisk:
         self.is_mounted = not done.returncode
 
     def fill(self) -> None:
-        """Leave no byte free. Never on the machine's own disk."""
+        """Leave no byte free, this time or again. Never on the machine's own disk."""
         assert self.is_mounted
-        with contextlib.suppress(OSError), (self._folder / "filler").open("wb", 0) as file:
+        with contextlib.suppress(OSError), (self._folder / "filler").open("ab", 0) as file:
             while True:
                 file.write(bytes(4096))
 
@@ -149,6 +149,16 @@ class Member:
     @property
     def process(self) -> psutil.Process:
         return psutil.Process(self.pid)
+
+    def hears_sigterm(self) -> bool:
+        """Whether it has a handler for SIGTERM, or has ended."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return True
+        facts = dict(line.split(":", 1) for line in status.splitlines())
+        has_handler = int(facts["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1
+        return bool(has_handler) or facts["State"].strip().startswith("Z")
 
     def said(self, text: str) -> int:
         """How often its log has ``text``."""
@@ -346,6 +356,11 @@ class World:
         member.fate = set(codes)
         self.wait_for(f"the end of {member.log.name}", lambda: member not in self.members, seconds)
 
+    def tell_to_stop(self, member: Member) -> None:
+        """SIGTERM, once the process listens for it: until then it would simply die of it."""
+        self.wait_for(f"{member.log.name} to listen", member.hears_sigterm, tend=False)
+        os.kill(member.pid, signal.SIGTERM)
+
     def member(self, pid: int) -> Member | None:
         """The running process of that id."""
         return next((member for member in self.members if member.pid == pid), None)
@@ -460,7 +475,7 @@ class World:
     def finish(self, steps: int = 3) -> None:
         """Let the run come to its end in good order: all learners stop, one resumes with a last step in sight."""
         for member in self.of("learner"):
-            os.kill(member.pid, signal.SIGTERM)
+            self.tell_to_stop(member)
         self.wait_for(
             "the learners to stop", lambda: self._gone(self.of("learner")), 60, tend=False
         )

@@ -267,26 +267,26 @@ def test_rule_6_a_learner_that_was_overtaken_is_fenced_and_changes_nothing(world
 
 
 def test_a_standby_takes_over_when_the_active_learner_dies(world: World) -> None:
+    leads = threading.Event()  # the one that is to die has the lease: it trains
+
     def die() -> None:
+        leads.set()
         if len(trainer.steps) == 2:
             raise Killed
 
     trainer = BookkeepingTrainer(die)
     config = config_of(max_steps=6)
     results: list[dict[str, object]] = []
-    started = threading.Event()
 
     def stand_by(learner: Learner) -> None:
-        started.wait(10)
+        leads.wait(10)
         results.append(learner.run())
 
     standby = threading.Thread(target=stand_by, args=(world.learner(config),), daemon=True)
     standby.start()
     with ThreadWorker(world):
-        active = world.learner(config, trainer)
-        started.set()
         with pytest.raises(Killed):
-            active.run()
+            world.learner(config, trainer).run()
         standby.join(20)
     assert results
     assert results[0]["ended"] == "done"
