@@ -18,6 +18,7 @@ from safetensors.torch import load
 from spotgrpo.consumer.audit import audit_chain
 from spotgrpo.consumer.issuer import rollout_seeds
 from spotgrpo.consumer.ledger import Ledger, decode_ledger
+from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.staleness import oldest_version
 from spotgrpo.consumer.trainer import Trainer
 from spotgrpo.shared.config import Config
@@ -191,7 +192,12 @@ class Books:
         """The trainer state of a run without faults: the recorded bodies, in the order of the ledgers."""
         self._read_records()
         trainer = Trainer(
-            config.model, config.lora, config.train, config.sampling.temperature, config.run.seed
+            config.model,
+            config.lora,
+            config.train,
+            config.sampling.temperature,
+            config.run.seed,
+            Objective.of(config),
         )
         for ledger in self.chain:
             trained = ledger.settled.get("trained", ())

@@ -585,4 +585,4 @@ def test_the_demos_configuration_has_the_shape_that_was_measured() -> None:
     assert (config.lora.rank, config.lora.alpha) == (8, 16)
     assert config.lora.target_modules == ["q_proj", "v_proj"]
     assert (config.train.groups_per_step, config.sampling.group_size) == (8, 8)
-    assert (config.train.clip_low, config.train.clip_high) == (0.2, 0.28)
+    assert (config.loss.clip_low, config.loss.clip_high) == (0.2, 0.28)

@@ -51,8 +51,13 @@ class Stats:
     learning_rate: float = 1.0
     ratio_mean: float = 1.0
     ratio_max: float = 1.0
+    effective_sample_size: float = 1.0
     clipped_fraction: float = 0.0
+    clipped_low_fraction: float = 0.0
+    clipped_high_fraction: float = 0.0
+    masked_fraction: float = 0.0
     mismatch_kl: float = 0.0
+    base_kl: float = 0.0
     entropy: float = 1.0
     over_budget: int = 0
     skipped: bool = False

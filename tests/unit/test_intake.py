@@ -18,6 +18,7 @@ from spotgrpo.consumer.intake import (
     Tally,
 )
 from spotgrpo.consumer.ledger import Ledger
+from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.shared.ids import Keys, PolicyVersion, Queues, TaskId
@@ -56,6 +57,7 @@ class Desk:
             Expected(RUN, 2, SAMPLING, VOCABULARY, 64),
             config.train,
             self.pacing,
+            Objective.of(config),
             epoch=ledger.epoch,
             stopping=self.stopping,
         )

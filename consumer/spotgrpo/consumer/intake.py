@@ -16,7 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spotgrpo.consumer.advantages import group_advantages
+from spotgrpo.consumer.advantages import Advantages, group_advantages
+from spotgrpo.consumer.losses.objective import Objective
+from spotgrpo.consumer.losses.overlong import shaped_rewards
+from spotgrpo.consumer.losses.plan import has_gradient
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.consumer.staleness import Lag, lag_of, oldest_version
@@ -151,13 +154,14 @@ class Intake:
         expected: Expected,
         train: TrainConfig,
         pacing: Pacing,
+        objective: Objective,
         epoch: int,
         stopping: threading.Event,
     ) -> None:
         self._rollouts, self._dead = rollouts, dead
         self._store, self._keys = store, keys
         self._settlement, self._expected = settlement, expected
-        self._train, self._pacing = train, pacing
+        self._train, self._pacing, self._objective = train, pacing, objective
         self._epoch, self._stopping = epoch, stopping
         self._held: dict[TaskId, HeldGroup] = {}
         self.seen = Seen()
@@ -283,18 +287,17 @@ class Intake:
         self.seen.groups += 1
         self.seen.tokens += group.tokens
         oldest = oldest_version(group, self._settlement.committed.takeovers)
-        held = HeldGroup(task, group, oldest, version, self._has_signal(group))
-        if self._train.refill_flat and not held.has_signal:
+        advantages = self._advantages(group)
+        is_trained = has_gradient(group, advantages, self._objective)
+        held = HeldGroup(task, group, oldest, version, is_trained)
+        if self._train.refill_flat and not (is_trained and advantages.has_signal):
             self._settlement.settle("flat", [task])
         else:
             self._held[task] = held
 
-    def _has_signal(self, group: Group) -> bool:
-        """Whether a gradient comes of it: rewards differ, and some token of a scored rollout is trained."""
-        rewards = [rollout.reward for rollout in group.rollouts]
-        advantages = group_advantages(rewards, self._train.advantage_scale)
-        scored = zip(advantages.used, group.rollouts, strict=True)
-        return advantages.has_signal and any(used and one.loss_mask.any() for used, one in scored)
+    def _advantages(self, group: Group) -> Advantages:
+        """As the trainer will have them but for the scale, which may be that of a whole step."""
+        return group_advantages(shaped_rewards(group, self._objective), "none")
 
     def _drop_stale(self, version: int) -> None:
         for held in list(self._held.values()):

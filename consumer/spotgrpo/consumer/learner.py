@@ -15,6 +15,7 @@ from spotgrpo.consumer.commit import BucketWriter, Committer
 from spotgrpo.consumer.intake import Expected, Intake, Receipt
 from spotgrpo.consumer.issuer import Issuer
 from spotgrpo.consumer.loop import AfterCommit, Ownership, Pacing, TrainerPort, TrainingLoop
+from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.requeue import Past, Requeues
 from spotgrpo.consumer.retention import Retention
 from spotgrpo.consumer.roster import Roster
@@ -214,6 +215,7 @@ class Learner:
             expected,
             w.config.train,
             self._pacing,
+            Objective.of(w.config),
             epoch=taken.latest.epoch,
             stopping=w.stopping,
         )

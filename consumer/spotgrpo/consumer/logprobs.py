@@ -38,7 +38,10 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class TokenScores:
-    """float32 [N] each: logprobs (with gradient), and the entropy of the distribution (detached), in nats."""
+    """float32 [N] each: logprobs (with gradient), and the entropy of the distribution, in nats.
+
+    The entropy has a gradient only where it is asked for: it holds another chunk of logits.
+    """
 
     logprobs_N: Tensor
     entropy_N: Tensor
@@ -60,7 +63,13 @@ def output_head(model: PreTrainedModel) -> Head:
 
 
 def token_scores(
-    head: Head, hidden_MD: Tensor, row_N: Tensor, target_N: Tensor, temperature: float
+    head: Head,
+    hidden_MD: Tensor,
+    row_N: Tensor,
+    target_N: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
 ) -> TokenScores:
     """Log-softmax(head(h[row]) / temperature)[target] for each of N pairs of a hidden state and a token.
 
@@ -72,7 +81,7 @@ def token_scores(
     def chunk(hidden: Tensor, row: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden) / temperature
         total = torch.logsumexp(logits, dim=-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = total - (torch.softmax(logits, dim=-1) * logits).sum(-1)
         return logits[row, target] - total[row], entropy[row]
 
@@ -93,7 +102,12 @@ def token_scores(
 
 
 def batch_scores(
-    model: PreTrainedModel, batch: MicroBatch, temperature: float, *, heed_mask: bool = True
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    temperature: float,
+    *,
+    heed_mask: bool = True,
+    entropy_gradient: bool = False,
 ) -> TokenScores:
     """Scores of every completion token of ``batch``, in its order, at ``temperature``.
 
@@ -110,7 +124,14 @@ def batch_scores(
     )
     rows, row_N = torch.unique(source_N, return_inverse=True)
     hidden_MD = output.last_hidden_state.flatten(0, 1)[rows]
-    return token_scores(output_head(model), hidden_MD, row_N, target_N, temperature)
+    return token_scores(
+        output_head(model),
+        hidden_MD,
+        row_N,
+        target_N,
+        temperature,
+        entropy_gradient=entropy_gradient,
+    )
 
 
 def per_sample(batch: MicroBatch, values_N: Tensor) -> dict[int, Float32Array]:

@@ -44,9 +44,19 @@ class StepStats(Protocol):
     @property
     def ratio_max(self) -> float: ...
     @property
+    def effective_sample_size(self) -> float: ...
+    @property
     def clipped_fraction(self) -> float: ...
     @property
+    def clipped_low_fraction(self) -> float: ...
+    @property
+    def clipped_high_fraction(self) -> float: ...
+    @property
+    def masked_fraction(self) -> float: ...
+    @property
     def mismatch_kl(self) -> float: ...
+    @property
+    def base_kl(self) -> float: ...
     @property
     def entropy(self) -> float: ...
     @property
@@ -311,14 +321,19 @@ def _of_lags(lags: Sequence[Lag]) -> dict[str, Json]:
 
 
 def _of_step(stats: StepStats | None) -> dict[str, Json]:
-    names = (
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "ratio_mean",
-        "ratio_max",
-        "clipped_fraction",
-        "mismatch_kl",
-        "entropy",
-    )
-    return {name: float(getattr(stats, name)) if stats else None for name in names}
+    names = {
+        "loss": "loss",
+        "grad_norm": "grad_norm",
+        "learning_rate": "learning_rate",
+        "ratio_mean": "ratio_mean",
+        "ratio_max": "ratio_max",
+        "effective_sample_size": "effective_sample_size",
+        "clipped_fraction": "clipped_fraction",
+        "clip_ratio/low_mean": "clipped_low_fraction",
+        "clip_ratio/high_mean": "clipped_high_fraction",
+        "masked_fraction": "masked_fraction",
+        "mismatch_kl": "mismatch_kl",
+        "kl": "base_kl",
+        "entropy": "entropy",
+    }
+    return {key: float(getattr(stats, name)) if stats else None for key, name in names.items()}

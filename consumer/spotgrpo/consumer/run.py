@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spotgrpo.consumer.learner import Learner, Wiring
+from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.progress import Progress
 from spotgrpo.consumer.trainer import Trainer
 from spotgrpo.shared.asked_store import PatientStore
@@ -55,7 +56,12 @@ def run_learner(
     try:
         broker.declare()
         trainer = Trainer(
-            config.model, config.lora, config.train, config.sampling.temperature, config.run.seed
+            config.model,
+            config.lora,
+            config.train,
+            config.sampling.temperature,
+            config.run.seed,
+            Objective.of(config),
         )
         wiring = Wiring(
             config=config,

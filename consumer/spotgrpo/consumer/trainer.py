@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save
 from torch import Tensor
 
-from spotgrpo.consumer.advantages import Advantages, group_advantages
 from spotgrpo.consumer.logprobs import batch_scores, head_is_faithful, per_sample, shares_prompts
-from spotgrpo.consumer.loss import LossSums, clipped_surrogate
+from spotgrpo.consumer.losses.composed import LossSums, loss_of
+from spotgrpo.consumer.losses.gather import gather, step_second_moment_limit
+from spotgrpo.consumer.losses.objective import Objective
+from spotgrpo.consumer.losses.plan import StepPlan, plan_step
 from spotgrpo.consumer.model import (
     ADAPTER,
     adapted_modules,
@@ -57,14 +60,18 @@ class StepStats:
     Attributes:
         version: number of the version it made.
         skipped: True where the weights stayed as they were: nothing to train, or a loss or gradient not finite.
-        loss: token mean of the clipped surrogate; near 0 on policy whatever the progress.
+        loss: as the run's ``[loss]`` has it; of most near 0 on policy whatever the progress.
         grad_norm: before clipping.
-        ratio_mean, ratio_max: importance ratios π/μ of the trained tokens.
-        clipped_fraction: of trained tokens, those whose gradient the clip removed.
+        ratio_mean, ratio_max: importance ratios π/μ of the trained tokens, before any clip or truncation.
+        effective_sample_size: (Σ r)² / (N Σ r²) of these ratios, 1 where all are equal.
+        clipped_fraction: of trained tokens, those whose ratio the clip held, below and above: ``clipped_low_fraction``
+            and ``clipped_high_fraction`` add up to it.
+        masked_fraction: of trained tokens, those that an off-policy correction left out.
         mismatch_kl: mean of r − 1 − log r (nats): policy against the policies that sampled.
+        base_kl: mean of the estimates of KL to the base (nats); 0 where the loss has no such term.
         entropy: mean over trained tokens, of the distribution they were sampled from (nats).
         reward_mean, reward_std: over all scored rollouts, flat groups included.
-        groups, flat: groups with and without signal.
+        groups, flat: groups that were trained, and those without a gradient.
         tokens: trained tokens; ``input_tokens`` those that went through the model, ``rows`` and ``batches`` in how
             many rows and forward passes; ``over_budget`` sequences longer than the token budget.
         seconds: wall time.
@@ -77,8 +84,13 @@ class StepStats:
     learning_rate: float
     ratio_mean: float
     ratio_max: float
+    effective_sample_size: float
     clipped_fraction: float
+    clipped_low_fraction: float
+    clipped_high_fraction: float
+    masked_fraction: float
     mismatch_kl: float
+    base_kl: float
     entropy: float
     reward_mean: float
     reward_std: float
@@ -100,6 +112,7 @@ class Trainer:
     Args:
         temperature: the sampling temperature; logprobs of the loss are taken at it.
         seed: of the adapter's initial weights.
+        objective: what is minimised; none: the defaults.
 
     Raises:
         ConfigError: model, device or target modules are not there.
@@ -112,11 +125,13 @@ class Trainer:
         train_config: TrainConfig,
         temperature: float,
         seed: int,
+        objective: Objective | None = None,
     ) -> None:
         if train_config.threads is not None:
             torch.set_num_threads(train_config.threads)
         self._config = train_config
         self._temperature = temperature
+        self._objective = objective or Objective()
         self._base = load_base(model_config, resolve_device(train_config.device))
         self.max_context = max_context(self._base, model_config)
         self._shares_prompts = self._try_the_model(model_config.name)
@@ -180,21 +195,22 @@ class Trainer:
     def step(self, groups: Sequence[Group]) -> StepStats:
         """Take one optimizer step on ``groups`` and make the next version.
 
-        Groups without signal are passed over; ``steps_done`` advances whatever happens, since it is the number of
+        Groups without a gradient are passed over; ``steps_done`` advances whatever happens, since it is the number of
         the version and of the schedule's step. A loss or gradient that is not finite leaves the weights as they are.
         """
         started = time.monotonic()
-        advantages = [self._advantages(group) for group in groups]
-        packed = self._pack(_samples(groups, advantages))
-        total = _Totals(trained=sum(int(batch.mask_N.sum()) for batch in packed.batches))
+        plan = plan_step(groups, self._objective, self.steps_done)
+        packed = self._pack(plan.samples)
+        total = _Totals(plan.tokens)
         rate = learning_rate(self.steps_done, self._config)
         if total.trained:
+            m2_bound = self._m2_bound(plan)
             for batch in packed.batches:
-                total.add(*self._backward(batch, total.trained))
+                total.add(*self._backward(batch, plan, m2_bound))
             reached(Step.LEARNER_STEPPING)
             self._update(total, rate)
         self.steps_done += 1
-        self._choose_probe(groups, advantages)
+        self._choose_probe(plan.groups)
         if total.trained and not total.finite:
             log.warning(
                 "step %d skipped: loss %s, norm %s", self.steps_done, total.loss, total.norm
@@ -206,8 +222,8 @@ class Trainer:
             **total.means(),
             **_reward_stats(groups),
             **_size_stats(packed),
-            groups=sum(found.has_signal for found in advantages),
-            flat=sum(not found.has_signal for found in advantages),
+            groups=len(plan.groups),
+            flat=plan.flat,
             tokens=total.trained,
             seconds=time.monotonic() - started,
         )
@@ -278,9 +294,6 @@ class Trainer:
             )
         return shares
 
-    def _advantages(self, group: Group) -> Advantages:
-        return group_advantages([r.reward for r in group.rollouts], self._config.advantage_scale)
-
     def _pack(self, samples: Sequence[Sample]) -> Packed:
         width: int = self._base.config.get_text_config().hidden_size
         worth = 6.0 * width if self._shares_prompts else 0.0
@@ -293,22 +306,31 @@ class Trainer:
                 found |= per_sample(batch, batch_scores(self._base, batch, temperature).logprobs_N)
         return found
 
-    def _backward(self, batch: MicroBatch, denominator: int) -> tuple[Tensor, LossSums, Tensor]:
-        """Add the gradient of ``batch``; returns its loss, sums and summed entropy, detached."""
-        device = self._base.device
-        mask_N = torch.from_numpy(batch.mask_N).to(device)
-        scores = batch_scores(self._base, batch, self._temperature)
-        loss, sums = clipped_surrogate(
-            scores.logprobs_N,
-            torch.from_numpy(batch.behaviour_N).to(device),
-            torch.from_numpy(batch.advantage_N).to(device),
-            mask_N,
-            clip_low=self._config.clip_low,
-            clip_high=self._config.clip_high,
-            denominator=denominator,
+    def _m2_bound(self, plan: StepPlan) -> float:
+        """Where M2PO masks, inf for any other loss: the one part that costs a forward pass of the step."""
+        parts = self._objective.parts
+        if "m2" not in parts.corrections:
+            return math.inf
+        found = self._score(plan.samples, self._temperature)
+        return step_second_moment_limit(plan, found, parts.m2_limit)
+
+    def _backward(
+        self, batch: MicroBatch, plan: StepPlan, m2_bound: float
+    ) -> tuple[Tensor, LossSums]:
+        """Add the gradient of ``batch``; returns its loss and sums, detached."""
+        parts = self._objective.parts
+        base_N = self._base_logprobs(batch) if parts.kl > 0 else None
+        scores = batch_scores(
+            self._base, batch, self._temperature, entropy_gradient=parts.entropy > 0
         )
+        loss, sums = loss_of(gather(batch, plan, scores, base_N), parts, m2_bound=m2_bound)
         (loss * self._gradient_scale).backward()
-        return loss.detach(), sums, (scores.entropy_N * mask_N).sum()
+        return loss.detach(), sums
+
+    def _base_logprobs(self, batch: MicroBatch) -> Tensor:
+        """Of the untouched base, at the sampling temperature."""
+        with torch.no_grad(), self._adapted.disable_adapter():
+            return batch_scores(self._base, batch, self._temperature).logprobs_N
 
     @property
     def _gradient_scale(self) -> float:
@@ -329,16 +351,13 @@ class Trainer:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _choose_probe(self, groups: Iterable[Group], advantages: Iterable[Advantages]) -> None:
+    def _choose_probe(self, trained: Sequence[Group]) -> None:
         """The end of a newly trained group's best rollout: where this version differs most from the base.
 
         Kept for some versions, since the base's logprobs of it cost a forward pass.
         """
         if self.probe_ids != FIRST_PROBE_IDS and self.steps_done % PROBE_EVERY:
             return
-        trained = [
-            group for group, found in zip(groups, advantages, strict=True) if found.has_signal
-        ]
         if trained:
             group = trained[-1]
             best = max(group.rollouts, key=lambda r: -np.inf if r.reward is None else r.reward)
@@ -352,31 +371,34 @@ class _Totals:
     def __init__(self, trained: int) -> None:
         self.trained = trained
         self.loss = self.norm = 0.0
-        self.ratio = self.ratio_max = self.clipped = self.kl = self.entropy = 0.0
+        self._sums: LossSums | None = None
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.norm) and math.isfinite(self.loss)
 
-    def add(self, loss: Tensor, sums: LossSums, entropy: Tensor) -> None:
+    def add(self, loss: Tensor, sums: LossSums) -> None:
         self.loss += float(loss)
-        self.ratio += float(sums.ratio)
-        self.ratio_max = max(self.ratio_max, float(sums.ratio_max))
-        self.clipped += float(sums.clipped)
-        self.kl += float(sums.kl)
-        self.entropy += float(entropy)
+        self._sums = sums if self._sums is None else self._sums + sums
 
     def means(self) -> dict[str, Any]:
         """Fields of StepStats."""
+        sums = defaultdict(float, self._sums.floats() if self._sums else {})
         tokens = max(self.trained, 1)
+        squares = tokens * sums["ratio_square"]
         return {
             "loss": self.loss,
             "grad_norm": self.norm,
-            "ratio_mean": self.ratio / tokens,
-            "ratio_max": self.ratio_max,
-            "clipped_fraction": self.clipped / tokens,
-            "mismatch_kl": self.kl / tokens,
-            "entropy": self.entropy / tokens,
+            "ratio_mean": sums["ratio"] / tokens,
+            "ratio_max": sums["ratio_max"],
+            "effective_sample_size": sums["ratio"] ** 2 / squares if squares else 0.0,
+            "clipped_fraction": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "clipped_low_fraction": sums["clipped_low"] / tokens,
+            "clipped_high_fraction": sums["clipped_high"] / tokens,
+            "masked_fraction": sums["dropped"] / tokens,
+            "mismatch_kl": sums["kl"] / tokens,
+            "base_kl": sums["base_kl"] / tokens,
+            "entropy": sums["entropy"] / tokens,
         }
 
 
@@ -401,14 +423,3 @@ def _sample(index: int, group: Group, rollout: Rollout, advantage: float) -> Sam
     return Sample(
         index, group.prompt_ids, rollout.token_ids, rollout.logprobs, rollout.loss_mask, advantage
     )
-
-
-def _samples(groups: Sequence[Group], advantages: Sequence[Advantages]) -> list[Sample]:
-    """What is trained: scored rollouts with at least one unmasked token, of groups with signal."""
-    kept = [
-        (group, rollout, float(values.values[place]))
-        for group, values in zip(groups, advantages, strict=True)
-        for place, rollout in enumerate(group.rollouts)
-        if values.has_signal and values.used[place] and rollout.loss_mask.any()
-    ]
-    return [_sample(index, *entry) for index, entry in enumerate(kept)]

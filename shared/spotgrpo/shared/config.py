@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationInfo,
@@ -21,10 +20,9 @@ from pydantic import (
 )
 
 from spotgrpo.shared.ids import RUN_ID
+from spotgrpo.shared.loss_config import LossConfig
+from spotgrpo.shared.section import STRICT, NonNegative, Positive, Seconds
 
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MAX_PORT = 65535
 HTTP_ADDRESS = re.compile(
     r"http://([a-zA-Z0-9_-]{1,63}(\.[a-zA-Z0-9_-]{1,63})*|\[[0-9a-fA-F:.]+\])(:(?P<port>\d{1,5}))?(/[\w./-]*)?",
@@ -36,9 +34,7 @@ SERVER_ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 class Section(BaseModel):
     """A table of the TOML."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True
-    )
+    model_config = STRICT
 
 
 class RunConfig(Section):
@@ -267,15 +263,6 @@ class TrainConfig(Section):
     max_grad_norm: Annotated[
         float, Field(gt=0, description="Gradients are clipped to this norm.")
     ] = 1.0
-    clip_low: Annotated[
-        float, Field(gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")
-    ] = 0.2
-    clip_high: Annotated[
-        float, Field(gt=0, description="Ratio is clipped above 1 + clip_high (DAPO's clip-higher).")
-    ] = 0.28
-    advantage_scale: Annotated[
-        Literal["group_std", "none"], Field(description="Divide advantages by the group's std.")
-    ] = "group_std"
     token_budget: Annotated[Positive, Field(description="Tokens of one forward pass.")] = 4096
     gradient_checkpointing: Annotated[bool, Field(description="Trade compute for memory.")] = False
     device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N.")] = "auto"
@@ -350,6 +337,12 @@ class WorkerConfig(Section):
         Seconds,
         Field(description="An engine with work and no token for this long ends its worker."),
     ] = 300.0
+    probe_every_s: Annotated[
+        Seconds,
+        Field(
+            description="Prove this often that the engine still serves what it says; else exit 5."
+        ),
+    ] = 60.0
     report_s: Annotated[
         Seconds, Field(description="Seconds between reports on the telemetry exchange.")
     ] = 2.0
@@ -444,5 +437,6 @@ class Config(Section):
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig = TrainConfig()
+    loss: LossConfig = LossConfig()
     worker: WorkerConfig = WorkerConfig()
     log: LogConfig = LogConfig()
