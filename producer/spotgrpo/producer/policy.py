@@ -35,6 +35,7 @@ from spotgrpo.shared.manifest import (
     ADAPTER_WEIGHTS,
     Latest,
     Manifest,
+    Probe,
     RunDocument,
     Serving,
     sha256_hex,
@@ -58,12 +59,13 @@ FINISHED_GRACE_S = 60.0
 
 @dataclass(eq=False)
 class Adopted:
-    """A version that the engine has loaded, and how many requests it is answering."""
+    """A version that the engine has loaded, what its ``probe`` said then, and how many requests it is answering."""
 
     version: PolicyVersion
     manifest_sha256: str
     folder: Path
-    probe: str
+    verdict: str
+    probe: Probe | None = None
     in_flight: int = 0
 
 
@@ -84,6 +86,7 @@ class PolicyWatcher:
         poll_s: between two looks at ``latest.json``.
         keep: versions that the engine holds at most.
         finished_grace_s: how long a run that was never seen unfinished is watched before ``finished`` is set.
+        dtype: that the engine computes in; None: the run's.
 
     Attributes:
         refused_why: why the newest version is not served; empty where it is.
@@ -102,9 +105,11 @@ class PolicyWatcher:
         poll_s: float,
         keep: int,
         finished_grace_s: float = FINISHED_GRACE_S,
+        dtype: str | None = None,
     ) -> None:
         self._store, self._keys, self._engine, self._document = store, keys, engine, document
         self._cache_dir, self._poll_s, self._keep = cache_dir, poll_s, keep
+        self._dtype = dtype or document.dtype
         self._loaded: dict[PolicyVersion, Adopted] = {}
         self._refused: dict[str, str] = {}
         self._etag: str | None = None
@@ -224,7 +229,7 @@ class PolicyWatcher:
             self.current = loaded
             self._changed.notify_all()
         self.counts.adopted += 1
-        log.info("serving version %s (probe: %s)", loaded.version, loaded.probe)
+        log.info("serving version %s (probe: %s)", loaded.version, loaded.verdict)
         await self._unload_old()
 
     async def _load(self, serving: Serving) -> Adopted:
@@ -246,12 +251,12 @@ class PolicyWatcher:
                 raise IntegrityError(
                     f"the adapter went on {modules} modules, not on {manifest.modules}"
                 )
-            verdict = await self._probe(manifest)
+            verdict = await self.prove(manifest.policy, manifest.probe)
         except Exception:
             # Not where it is cancelled: a worker that leaves waits for no engine that is stuck.
             await self._forget(manifest.policy, folder)
             raise
-        return Adopted(manifest.policy, serving.sha256, folder, verdict)
+        return Adopted(manifest.policy, serving.sha256, folder, verdict, manifest.probe)
 
     def _check(self, manifest: Manifest, serving: Serving) -> None:
         if manifest.policy != serving.policy or manifest.run != self._keys.run:
@@ -280,12 +285,15 @@ class PolicyWatcher:
                 f"cannot write {manifest.policy} to {where}: {exc.strerror or exc}"
             ) from exc
 
-    async def _probe(self, manifest: Manifest) -> str:
-        """``pass`` or ``inconclusive``; a failing probe is an IntegrityError."""
-        if manifest.probe is None:
+    async def prove(self, version: PolicyVersion, probe: Probe | None) -> str:
+        """Hold what the engine gives for a loaded version against its probe, and count the verdict.
+
+        Returns ``pass``, ``inconclusive`` or, without a probe, ``none``; a failing one is an IntegrityError.
+        """
+        if probe is None:
             return "none"
-        measured = await self._engine.score(manifest.policy, manifest.probe.token_ids)
-        verdict = judge(manifest.probe, measured)
+        measured = await self._engine.score(version, probe.token_ids)
+        verdict = judge(probe, measured, self._dtype)
         self.counts.probes[verdict] = self.counts.probes.get(verdict, 0) + 1
         if verdict == "fail":
             raise IntegrityError(
@@ -330,6 +338,11 @@ class PolicyWatcher:
     def loaded(self, version: PolicyVersion) -> Adopted | None:
         """A version that the engine still holds."""
         return self._loaded.get(version)
+
+    def answering(self) -> list[Adopted]:
+        """What is served now, and older versions that requests still run on."""
+        loaded = self._loaded.values()
+        return [one for one in loaded if one is self.current or one.in_flight]
 
     def serves(self, number: int) -> Adopted | None:
         """The served version, where it is ``number`` or newer."""

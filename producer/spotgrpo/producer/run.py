@@ -217,6 +217,13 @@ def _servers(worker: WorkerConfig) -> ServersSpec:
     )
 
 
+def _precision(spec: EngineSpec) -> str:
+    """The dtype whose tolerances the engine's logprobs need; weights that were quantised are as coarse as bfloat16."""
+    if spec.vllm.get("quantization"):
+        return "bfloat16"
+    return str(spec.vllm.get("dtype", spec.dtype))
+
+
 async def _work(
     view: WorkerView,
     document: RunDocument,
@@ -248,6 +255,7 @@ async def _work(
         cache_dir=folder,
         poll_s=view.worker.poll_s,
         keep=spec.max_versions,
+        dtype=_precision(spec),
     )
     wiring = Wiring(
         config=view.worker,

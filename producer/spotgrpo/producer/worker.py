@@ -30,6 +30,7 @@ from spotgrpo.producer.engines.base import Engine, RequestRefused
 from spotgrpo.producer.partials import Partials, comes_again
 from spotgrpo.producer.patience import Patience
 from spotgrpo.producer.policy import Adopted, PolicyWatcher
+from spotgrpo.producer.proving import Prover
 from spotgrpo.producer.publishing import Outlet
 from spotgrpo.producer.reports import Reporter
 from spotgrpo.producer.rewards import Rewards
@@ -39,7 +40,7 @@ from spotgrpo.producer.saving import Saver
 from spotgrpo.producer.segments import GroupVersions, SegmentCounts, too_old
 from spotgrpo.producer.waiting import Watchdog
 from spotgrpo.shared.config import WorkerConfig
-from spotgrpo.shared.errors import SpotGRPOError, WireError
+from spotgrpo.shared.errors import IntegrityError, SpotGRPOError, WireError
 from spotgrpo.shared.ids import Keys, Queues, TaskId
 from spotgrpo.shared.manifest import RunDocument
 from spotgrpo.shared.ports import Broker, Consumer, Delivery, ObjectStore
@@ -105,6 +106,7 @@ class Worker:
         self._last_token = time.monotonic()
         self._submitted = 0
         self._is_draining = self._has_left = False
+        self._saving: asyncio.Task[None] | None = None
         self._publisher = wiring.broker.publisher()
         self._consumer = wiring.broker.consumer(self._queues.tasks, self._prefetch)
         self._acks = Acks(self._consumer, MOST_HELD * self._prefetch)
@@ -114,7 +116,7 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Work until told to stop, until the run is finished, or until the engine dies (which raises)."""
+        """Work until told to stop or the run is finished; an engine that dies or fails a probe raises."""
         background = [
             self._spawn(self._w.policy.run()),
             self._spawn(self._reporter.run()),
@@ -123,7 +125,10 @@ class Worker:
         ]
         every_s = self._w.config.partial_every_s
         if every_s is not None:
-            background.append(self._spawn(Saver(self._jobs, self._partials, every_s).run()))
+            self._saving = self._spawn(Saver(self._jobs, self._partials, every_s).run())
+            background.append(self._saving)
+        prover = Prover(self._w.policy, self._w.config.probe_every_s, self._distrust)
+        proving = self._spawn(prover.run())
         wakeups = self._subscribe()
         if wakeups is not None:
             background.append(self._spawn(self._wake_for_ever(wakeups)))
@@ -135,6 +140,7 @@ class Worker:
             ends: set[asyncio.Future[Any]] = {stopped, finished, self._failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             intake.cancel()
+            proving.cancel()
             if self._failure.done():
                 self._failure.result()
             log.info("the run is finished: leaving" if finished.done() else "stopping")
@@ -144,7 +150,7 @@ class Worker:
             if self._failure.done():  # meanwhile
                 self._failure.result()
         finally:
-            left = (*background, intake, stopped, finished, *self._works())
+            left = (*background, proving, intake, stopped, finished, *self._works())
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
@@ -379,6 +385,13 @@ class Worker:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failure.done():
             self._failure.set_exception(_innermost(error))
+
+    def _distrust(self, error: IntegrityError) -> None:
+        """What the engine gave must not leave: whatever would publish or store it takes no further step."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+        for task in (*self._works(), *filter(None, [self._saving])):
+            task.cancel()
 
     def _subscribe(self) -> Consumer | None:
         """Let "version N is out" wake the policy watcher; without permission polling alone is enough."""
