@@ -17,6 +17,7 @@ VOCABULARY: Final = 90
 FIRST_ID: Final = 10
 """Lower ids are special ones that end a completion."""
 BASE: Final = "base"
+MOVED: Final = 40
 
 
 def token_after(token_ids: list[int]) -> int:
@@ -40,6 +41,7 @@ class FakeVLLM:
         dies_after: tokens of a stream after which its connection is cut, once a stream; None: never.
         hangs_after: tokens of a stream after which nothing comes any more.
         shift: added to every scored logprob: another model.
+        effect: of every adapter, added to the scored logprob of one token, ``MOVED``.
         requests: every completion that was asked for.
         refuses_with: status and sentence for every completion.
     """
@@ -59,6 +61,7 @@ class FakeVLLM:
     dies_after: int | None = None
     hangs_after: int | None = None
     shift: float = 0.0
+    effect: float = 0.0
     refuses_with: tuple[int, str] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     port: int = 0
@@ -170,6 +173,8 @@ class FakeVLLM:
         normaliser = self.shift - (0.0 if self.gives_logits else temperature)
         wanted = {token_id, *(asked["logprob_token_ids"] if self.knows_token_ids else ())}
         options = {f"token_id:{n}": logprob_of(n, temperature) + normaliser for n in wanted}
+        if asked["model"] != BASE and f"token_id:{MOVED}" in options:
+            options[f"token_id:{MOVED}"] += self.effect
         return {
             "token_ids": [token_id],
             "prompt_token_ids": prompt,

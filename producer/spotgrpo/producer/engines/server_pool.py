@@ -21,8 +21,9 @@ import numpy as np
 from spotgrpo.producer.engines.base import RequestRefused
 from spotgrpo.producer.engines.server_api import ServerLost, ServerRefused
 from spotgrpo.producer.engines.server_check import check_server, refused_adapter
-from spotgrpo.producer.probe import NOISE
+from spotgrpo.producer.probe import judge, noise_of
 from spotgrpo.shared.errors import IntegrityError, SpotGRPOError, TransientError
+from spotgrpo.shared.manifest import Probe
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -109,7 +110,7 @@ class ServerPool:
     ) -> None:
         self._servers = [Server(api) for api in apis]
         self._demands, self._timeout_s = demands, timeout_s
-        self._noise = NOISE.get(dtype, NOISE["bfloat16"])
+        self._dtype, self._noise = dtype, noise_of(dtype)
         self._on_failure = on_failure
         self._held: dict[PolicyVersion, Held] = {}
         self._mark, self._numbers = secrets.token_hex(4), itertools.count(1)
@@ -275,10 +276,29 @@ class ServerPool:
         except ServerRefused as exc:
             raise refused_adapter(server.api.url, held.path, exc, self._demands) from exc
         if held.proof is not None:
-            token_ids, scores = held.proof
-            mine = await server.api.score(name, token_ids)
-            self._compare(server.api.url, mine, scores, f"other servers did on {version}")
+            await self._prove(server, version, name, *held.proof)
         server.names[version] = name
+
+    async def _prove(
+        self,
+        server: Server,
+        version: PolicyVersion,
+        name: str,
+        token_ids: tuple[int, ...],
+        scores: Float32Array,
+    ) -> None:
+        """See that the server answers for ``name`` as others did, or it did before, and not as for its base model."""
+        mine = await server.api.score(name, token_ids)
+        self._compare(server.api.url, mine, scores, f"other servers did on {version}")
+        base = await server.api.score(server.base, token_ids)
+        probe = Probe(
+            token_ids=list(token_ids),
+            version_logprobs=scores.tolist(),
+            base_logprobs=base.tolist(),
+            dtype=self._dtype,
+        )
+        if judge(probe, mine) == "fail":
+            raise IntegrityError(f"{server.api.url} answers for {version} as for its base model")
 
     async def _take_off(self, version: PolicyVersion) -> None:
         named = [(s, s.names.pop(version)) for s in self._servers if version in s.names]
