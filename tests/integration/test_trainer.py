@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 
 from peft import PeftModel  # noqa: E402
 from safetensors.torch import load  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM  # noqa: E402
 
 from spotgrpo.consumer import logprobs as scoring  # noqa: E402
 from spotgrpo.consumer.trainer import Trainer  # noqa: E402
@@ -354,6 +354,8 @@ def test_the_gradient_of_a_step_is_the_slope_of_its_loss(tiny: Path) -> None:
         (["lm_head"], "no adapter"),
         ([""], "no module"),
         (["mlp"], "mlp"),
+        (["embed_tokens"], "no adapter"),
+        (["qkv_proj"], "'qkv_proj' is no module"),  # what vLLM makes of three
     ],
 )
 def test_target_modules_that_do_not_fit_are_refused_with_those_that_do(
@@ -363,6 +365,25 @@ def test_target_modules_that_do_not_fit_are_refused_with_those_that_do(
         make(tiny, lora=LoraConfig(target_modules=targets))
     assert caught.value.key == "lora.target_modules"
     assert "q_proj" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate"]])
+def test_experts_and_their_router_carry_no_adapter(
+    tmp_path: Path, targets: list[str] | str
+) -> None:
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, max_position_embeddings=64,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"serve no adapter on (experts, )?gate of this"
+    ) as caught:
+        make(tmp_path, lora=LoraConfig(target_modules=targets))
+    assert caught.value.key == "lora.target_modules"
+    assert "use some of k_proj, o_proj, q_proj, v_proj" in str(caught.value)
+    assert make(tmp_path, lora=LoraConfig(target_modules=["q_proj"])).modules == 1
 
 
 def test_chosen_modules_are_named_and_counted(tiny: Path) -> None:

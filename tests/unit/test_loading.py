@@ -129,6 +129,21 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(
     assert right in message
 
 
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("lora.use_dora=true", "lora.use_dora = True: not supported; leave it out: vLLM serves no"),
+        ("lora.modules_to_save=['lm_head']", "lora.modules_to_save = ['lm_head']: not supported"),
+        ("lora.bias=all", "lora.bias = 'all': not supported; leave it out: vLLM serves no biases"),
+        ("sampling.top_p=0.9", "sampling.top_p = 0.9: not supported; leave it out: tokens are"),
+    ],
+)
+def test_what_engines_do_not_serve_is_refused_by_its_name_with_what_to_do(
+    toml: Path, item: str, message: str
+) -> None:
+    assert refusal(toml, item).startswith(message)
+
+
 def test_an_unknown_key_in_the_file_is_refused_too(toml: Path) -> None:
     toml.write_text(FULL.replace("max_steps", "max_step") + "[sampling]\ntemprature = 0.7\n")
     assert refusal(toml).splitlines() == [

@@ -493,6 +493,14 @@ def test_sampling_with_a_wrong_field_is_refused(name: str, value: Any) -> None:
         wire.decode_task(wire.pack_body("task", payload))
 
 
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "repetition_penalty"])
+def test_sampling_from_another_distribution_is_refused_and_not_passed_over(name: str) -> None:
+    payload = unpacked(TASK)
+    payload["sampling"][name] = 0.9
+    with pytest.raises(WireError, match=rf"sampling\.{name} is not known here"):
+        wire.decode_task(wire.pack_body("task", payload))
+
+
 @pytest.mark.parametrize(("name", "value"), WRONG_ROLLOUTS, ids=shown)
 def test_a_rollout_with_a_wrong_field_is_refused(name: str, value: Any) -> None:
     payload = unpacked(GROUP)

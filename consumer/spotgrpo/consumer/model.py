@@ -93,6 +93,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel
     import peft
 
     _check_targets(model, config)
+    present = ", ".join(linear_names(model))
     lora = peft.LoraConfig(
         r=config.rank,
         lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,
@@ -105,10 +106,17 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return peft.get_peft_model(model, lora, adapter_name=ADAPTER)
+            adapted = peft.get_peft_model(model, lora, adapter_name=ADAPTER)
     except ValueError as exc:
-        remedy = f"{_first_line(exc)}; this model has {', '.join(linear_names(model))}"
+        remedy = f"{_first_line(exc)}; this model has {present}"
         raise ConfigError("lora.target_modules", config.target_modules, remedy) from exc
+    others = sorted(_adapted_parameters(adapted))
+    if others:
+        remedy = (
+            f"engines serve no adapter on {', '.join(others)} of this model; use some of {present}"
+        )
+        raise ConfigError("lora.target_modules", config.target_modules, remedy)
+    return adapted
 
 
 def adapted_modules(model: PeftModel) -> list[str]:
@@ -154,6 +162,20 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
     )
+
+
+def _adapted_parameters(model: PeftModel) -> set[str]:
+    """Last name parts of what carries an adapter and is no linear module: experts and their routers, mostly."""
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    return {
+        name.removesuffix(".base_layer").rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+        and ADAPTER in module.lora_A
+        and not isinstance(module.get_base_layer(), (nn.Linear, Conv1D))
+    }
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:

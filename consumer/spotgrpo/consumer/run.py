@@ -24,6 +24,7 @@ from spotgrpo.shared.manifest import (
 from spotgrpo.shared.metrics import MetricsWriter, write_summary
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store, require_compare_and_swap
+from spotgrpo.shared.servable import vllm_rank
 from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def run_learner(
         TransientError: a server did not answer within its start deadline.
         Fenced: another learner took the run over.
     """
+    if config.worker.engine in ("vllm", "vllm-server"):
+        vllm_rank(config.lora.rank)
     bucket = S3Store.connect(config.bucket, stopping)
     require_compare_and_swap(bucket)
     broker = RabbitMQBroker(config.broker, config.run.id, stopping)

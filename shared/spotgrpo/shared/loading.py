@@ -23,6 +23,7 @@ from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import MAX_SHOWN, ConfigError
 from spotgrpo.shared.log import HIDDEN, password_of, redact, redact_url
 from spotgrpo.shared.options import Option, option_table, options, tables
+from spotgrpo.shared.servable import NOT_SERVED
 
 __all__ = ["InvalidConfig", "load_config", "option_table", "redacted", "secrets_of"]
 
@@ -259,6 +260,8 @@ def _unknown(tree: Tree, prefix: str = "") -> list[Problem]:
 
 
 def _unknown_remedy(key: str) -> str:
+    if key in NOT_SERVED:
+        return f"not supported; {NOT_SERVED[key]}"
     right = _nearest(key)
     return f"unknown; did you mean {right}?" if right else "unknown; the README lists every option"
 

@@ -3,7 +3,7 @@
 A body is a msgpack map ``{schema, kind, sha256, payload}``. ``payload`` is itself packed, and ``sha256`` covers
 schema, kind and payload, so that a body that was cut, flipped or forged by accident is a WireError and never a
 wrong number. Arrays are raw little-endian bytes with their dtype. Readers take schema N and N-1 and pass over
-optional payload fields they do not know.
+optional payload fields they do not know, but for those of sampling.
 
 Nothing here allocates more than a small multiple of the body: its size and its shape (``packed``) are checked before
 anything is unpacked.
@@ -11,6 +11,7 @@ anything is unpacked.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import re
@@ -56,6 +57,9 @@ Finish = Literal["stop", "length"]
 @dataclass(frozen=True)
 class Sampling:
     """How completions are sampled. Logprobs are those of the distribution at this temperature.
+
+    Nothing else shapes that distribution, no top_p, top_k, min_p or penalty: behaviour logprobs are of what was sampled
+    from, and the loss takes its gradient at the same.
 
     Attributes:
         max_new_tokens: tokens at most, end token included.
@@ -422,6 +426,9 @@ def pack_array(array: npt.NDArray[Any], dtype: str) -> dict[str, Any]:
 # ---- sampling, task -------------------------------------------------------------------------------------------
 
 
+_SAMPLING_FIELDS: Final = frozenset(one.name for one in dataclasses.fields(Sampling))
+
+
 def pack_sampling(sampling: Sampling) -> dict[str, Any]:
     """The wire form of sampling parameters."""
     return {
@@ -433,7 +440,13 @@ def pack_sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def read_sampling(fields: Fields) -> Sampling:
-    """Sampling parameters from their wire form, or WireError."""
+    """Sampling parameters from their wire form, or WireError.
+
+    Fields that are not known are refused here: whoever passes a top_p over samples from another distribution.
+    """
+    unknown = set(fields.names) - _SAMPLING_FIELDS
+    if unknown:
+        raise WireError(f"sampling.{min(map(str, unknown))} is not known here")
     temperature = fields.number("temperature")
     if not 0 <= temperature <= 100:
         raise WireError(f"temperature {temperature} is outside 0 to 100")

@@ -21,8 +21,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
-UNSUPPORTED: Final = ("use_dora", "lora_bias", "modules_to_save", "layer_replication")
-SELECTIVE: Final = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
+UNSUPPORTED: Final = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "use_qalora",
+    "arrow_config",
+    "monteclora_config",
+    "velora_config",
+    "kasa_config",
+)
+"""Settings of peft under which an adapter is more than two matrices a module, or computed otherwise."""
+CHANGES_BASE: Final = ("pissa", "olora", "loftq", "corda")
+"""Beginnings of ``init_lora_weights`` that take the adapter's start out of the base's weights."""
+DTYPES: Final = ("F32", "BF16", "F16")
+SELECTIVE: Final = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,8 @@ class Adapter:
             rank = a[0] if a else 0
             if not 1 <= rank <= max_rank:
                 raise self.broken(f"{name} has rank {rank}, outside 1 to {max_rank}")
+            if rank != self.config.get("r") and not self.config.get("rank_pattern"):
+                raise self.broken(f"{name} has rank {rank}, but r = {self.config.get('r')}")
             if a != (rank, linear.in_features) or b != (linear.out_features, rank):
                 raise self.broken(f"{name} has shapes A {a}, B {b}, but the base has {linear}")
         missing = self._named_by_config(base) - set(self.shapes)
@@ -85,15 +105,29 @@ def read_adapter(folder: Path) -> Adapter:
         raise IntegrityError(f"adapter {folder.name} cannot be read: {exc}") from exc
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise IntegrityError(f"adapter {folder.name} is not a LoRA adapter")
-    extras = [key for key in UNSUPPORTED if config.get(key)]
-    if extras or config.get("bias", "none") != "none":
-        raise IntegrityError(f"adapter {folder.name} uses {extras or 'bias'}, not supported here")
+    unsupported = _unsupported(config)
+    if unsupported:
+        raise IntegrityError(f"adapter {folder.name} cannot be served with {unsupported}")
     return Adapter(folder, config, _pair(folder, shapes))
+
+
+def _unsupported(config: Mapping[str, Any]) -> str:
+    """The first setting that no engine serves, with its value; empty where there is none."""
+    if config.get("bias", "none") != "none":
+        return f"bias = {config['bias']!r}"
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        return f"init_lora_weights = {start!r}"
+    return next((f"{key} = {config[key]!r}" for key in UNSUPPORTED if config.get(key)), "")
 
 
 def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     with safe_open(path, framework="numpy") as tensors:
-        return {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        slices = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118
+        for key, found in slices.items():
+            if found.get_dtype() not in DTYPES:
+                raise ValueError(f"{key} is {found.get_dtype()}, none of {', '.join(DTYPES)}")
+        return {key: tuple(found.get_shape()) for key, found in slices.items()}
 
 
 def _pair(

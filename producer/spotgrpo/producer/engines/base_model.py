@@ -110,10 +110,20 @@ def check_targets(spec: EngineSpec, modules: dict[str, Linear]) -> None:
             raise ConfigError("lora.target_modules", suffix, f"the model has {', '.join(known)}")
 
 
-def skeleton(spec: EngineSpec, config: Any) -> torch.nn.Module:
+def refuse_head(spec: EngineSpec, model: Any) -> None:
+    """Raise ConfigError for an adapter on the output head: vLLM's logprobs leave it out."""
+    head = model.get_output_embeddings()
+    for suffix in spec.target_modules:
+        if any(
+            is_target(name, (suffix,)) for name, module in model.named_modules() if module is head
+        ):
+            remedy = "leave the output head out: vLLM's logprobs are without its adapter"
+            raise ConfigError("lora.target_modules", suffix, remedy)
+
+
+def skeleton(spec: EngineSpec, config: Any) -> Any:
     """The model without weights (on torch's meta device), for its modules' names and sizes."""
     with torch.device("meta"):
-        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
+        return transformers.AutoModelForCausalLM.from_config(
             config, trust_remote_code=spec.trust_remote_code
         )
-    return model

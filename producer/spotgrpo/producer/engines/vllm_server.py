@@ -19,12 +19,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from spotgrpo.producer.engines.adapter import Linear, read_adapter
 from spotgrpo.producer.engines.base import Chunk, RequestRefused
-from spotgrpo.producer.engines.base_model import check_targets, describe, linear_modules, skeleton
+from spotgrpo.producer.engines.base_model import (
+    check_targets,
+    describe,
+    linear_modules,
+    refuse_head,
+    skeleton,
+)
 from spotgrpo.producer.engines.server_api import ServerApi, ServerLost
 from spotgrpo.producer.engines.server_check import Demands
 from spotgrpo.producer.engines.server_pool import ServerPool
 from spotgrpo.producer.engines.threaded import Running
 from spotgrpo.shared.errors import ConfigError, SpotGRPOError
+from spotgrpo.shared.servable import vllm_rank
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -92,9 +99,10 @@ class VLLMServerEngine:
 
     def _describe(self) -> BaseModel:
         base = describe(self._spec)
-        if "lm_head" in self._spec.target_modules:
-            raise ConfigError("lora.target_modules", "lm_head", "vLLM's logprobs leave it out")
-        self._modules = linear_modules(skeleton(self._spec, base.config))
+        vllm_rank(self._spec.lora_rank)
+        model = skeleton(self._spec, base.config)
+        refuse_head(self._spec, model)
+        self._modules = linear_modules(model)
         check_targets(self._spec, self._modules)
         return base
 
