@@ -189,9 +189,7 @@ class ThreadedEngine(ABC):
                     self._post_chunks(self._sample())
             self._leave(SpotGRPOError(f"the {self.name} engine is closed"))
         except Exception as exc:  # noqa: BLE001  the thread's edge: whoever waits has to hear of it
-            death = SpotGRPOError(f"the {self.name} engine died: {type(exc).__name__}: {exc}")
-            death.__cause__ = exc
-            self._leave(death)
+            self._leave(self._death_of(exc))
 
     def _take_orders(self) -> None:
         if not self._running:
@@ -210,9 +208,14 @@ class ThreadedEngine(ABC):
             future.set_result(function())
         except SpotGRPOError as exc:
             future.set_exception(exc)
-        finally:
-            if not future.done():
-                future.set_exception(SpotGRPOError(f"the {self.name} engine died of this call"))
+        except BaseException as exc:
+            future.set_exception(self._death_of(exc))
+            raise
+
+    def _death_of(self, exc: BaseException) -> SpotGRPOError:
+        death = SpotGRPOError(f"the {self.name} engine died: {type(exc).__name__}: {exc}")
+        death.__cause__ = exc
+        return death
 
     def _leave(self, reason: SpotGRPOError) -> None:
         """Tell all who wait. Orders in the queue are told here; later ones see ``_death``."""
