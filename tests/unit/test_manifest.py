@@ -16,6 +16,7 @@ from spotgrpo.shared.manifest import (
     MAX_JSON_BYTES,
     SCHEMA,
     DataIdentity,
+    DeltaEntry,
     Document,
     Durable,
     FileEntry,
@@ -62,6 +63,9 @@ MANIFEST = Manifest(
     base_sha256=SHA,
     probe=Probe(token_ids=[1, 2, 3], version_logprobs=[-1.5, -2.0], base_logprobs=[-1.25, -2.5]),
     created_at=1.5,
+    delta=DeltaEntry(
+        name="adapter_model.delta", size=7, sha256=SHA, parent="v00000041.e0002", parent_sha256=SHA
+    ),
 )
 RUN = RunDocument(
     run="r",
@@ -108,6 +112,12 @@ def test_equal_values_give_equal_bytes(document: Document) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_fields_that_a_newer_learner_adds_are_passed_over(document: Document) -> None:
     assert type(document).from_bytes(changed(document, ("added_in_2",), [1])) == document
+
+
+def test_a_version_may_offer_no_delta() -> None:
+    found = json.loads(MANIFEST.to_bytes())
+    del found["delta"]
+    assert Manifest.from_bytes(json.dumps(found).encode()).delta is None
 
 
 @pytest.mark.parametrize("schema", [0, SCHEMA + 1, -1, "one", None, 1.5])
@@ -168,6 +178,9 @@ def test_a_document_with_any_byte_changed_is_refused_or_still_valid(
         (MANIFEST, ("files", 0, "name"), "a" * 101),
         (MANIFEST, ("files", 0, "size"), -1),
         (MANIFEST, ("files",), [{"name": "a", "size": 1, "sha256": SHA}] * 65),
+        (MANIFEST, ("delta", "name"), "../adapter"),
+        (MANIFEST, ("delta", "size"), -1),
+        (MANIFEST, ("delta", "parent_sha256"), None),
         (MANIFEST, ("modules",), -1),
         (MANIFEST, ("probe", "token_ids"), [1]),
         (MANIFEST, ("probe", "token_ids"), [1, -2]),

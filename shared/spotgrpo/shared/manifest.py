@@ -70,6 +70,17 @@ class FileEntry(Document):
     sha256: Sha256
 
 
+class DeltaEntry(FileEntry):
+    """A file of a version's folder that turns its parent's weights file into its own (``shared.delta``).
+
+    It saves a download where the parent is at hand, and is of use for nothing else: the weights are in ``files``.
+    """
+
+    parent: str
+    parent_sha256: Sha256
+    """Of the parent's whole weights file."""
+
+
 class Probe(Document):
     """Tokens whose logprobs tell this version from the base.
 
@@ -96,6 +107,7 @@ class Manifest(SchemaDocument):
     base_sha256: Sha256
     probe: Probe | None = None
     created_at: float = 0.0
+    delta: DeltaEntry | None = None
 
     @property
     def policy(self) -> PolicyVersion:
