@@ -77,7 +77,9 @@ class Bench(World):
             token_ids=[1, 2, 3], version_logprobs=[-1.0 + shift] * 2, base_logprobs=[-1.0] * 2
         )
         names = {"adapter_config.json": b"{}", "adapter_model.safetensors": f"{version}".encode()}
-        new = NewVersion(version, None, files or names, modules, "0" * 64, None if files else probe)
+        new = NewVersion(
+            version, None, files or names, modules, "0" * 64, lambda: None if files else probe
+        )
         stored = self.writer.store_version(new)
         durable = Durable(
             version=number, epoch=epoch, manifest=stored.manifest, manifest_sha256=stored.sha256,

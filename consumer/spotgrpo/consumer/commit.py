@@ -40,26 +40,30 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class NewVersion:
-    """A policy version that is not in the bucket yet."""
+    """A policy version that is not in the bucket yet.
+
+    ``probe`` is asked for once the files are stored, and may wait for a probe that is being made meanwhile.
+    """
 
     version: PolicyVersion
     parent: PolicyVersion | None
     files: Mapping[str, bytes]
     modules: int
     base_sha256: str
-    probe: Probe | None
+    probe: Callable[[], Probe | None]
 
 
 @dataclass(frozen=True)
 class Commit:
     """What to make true in the bucket: a version to serve, a ledger (with trainer state) to resume from, or both.
 
-    ``new`` None leaves the version; ``ledger`` None leaves ``durable``; ``state`` None keeps the stored state.
+    ``new`` None leaves the version; ``ledger`` None leaves ``durable``; ``state`` None keeps the stored state. It is
+    asked for once the version is served, and may wait as ``NewVersion.probe`` may.
     """
 
     new: NewVersion | None
     ledger: Ledger | None
-    state: bytes | None
+    state: Callable[[], bytes] | None
     step_s: float = 0.0
     finished: bool = False
 
@@ -109,7 +113,7 @@ class BucketWriter:
             ],
             modules=new.modules,
             base_sha256=new.base_sha256,
-            probe=new.probe,
+            probe=new.probe(),
             created_at=time.time(),
         ).to_bytes()
         key = self._keys.manifest(new.version)
@@ -227,7 +231,7 @@ class Committer:
         key, digest = self._writer.store_ledger(ledger)
         if commit.state is None:
             return before.model_copy(update={"ledger": key, "ledger_sha256": digest})
-        state, state_digest = self._writer.store_state(serving.policy, commit.state)
+        state, state_digest = self._writer.store_state(serving.policy, commit.state())
         return Durable(
             version=serving.version,
             epoch=serving.epoch,

@@ -10,11 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from spotgrpo.consumer.commit import Commit, NewVersion
 from spotgrpo.consumer.pacing import Pacing
+from spotgrpo.consumer.staleness import is_sampled_by
 from spotgrpo.shared.errors import SpotGRPOError, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.ports import Message
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from spotgrpo.consumer.intake import HeldGroup, Intake, Receipt
     from spotgrpo.consumer.issuer import Issuer
     from spotgrpo.consumer.ledger import Ledger
+    from spotgrpo.consumer.mismatch import MismatchWatch
+    from spotgrpo.consumer.packing import Float32Array
     from spotgrpo.consumer.progress import Progress, StepStats
     from spotgrpo.consumer.requeue import Requeues
     from spotgrpo.consumer.retention import Retention
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from spotgrpo.shared.wire import Group
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 __all__ = ["AfterCommit", "Ownership", "Pacing", "TrainerPort", "TrainingLoop"]
 
@@ -73,6 +78,9 @@ class TrainerPort(Protocol):
 
     def restore(self, state: bytes) -> None:
         """Continue from ``state``."""
+
+    def logprobs(self, group: Group) -> list[Float32Array]:
+        """Of each rollout's tokens, under the weights as they are and at the sampling temperature."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,7 @@ class TrainingLoop:
     trainer: TrainerPort
     settlement: Settlement[Receipt]
     intake: Intake
+    watch: MismatchWatch
     issuer: Issuer
     requeues: Requeues
     committer: Committer
@@ -198,7 +207,7 @@ class TrainingLoop:
             return self.intake.next_batch(self.version, self._while_waiting)
 
     def _look_after(self) -> None:
-        """Whether the run is ours, and whether a task is lost (rule 4).
+        """Whether the run is ours, whether a task is lost (rule 4), and what people ask to be tried again.
 
         At every turn: a learner that always finds groups enough would never look while it waits.
         """
@@ -206,17 +215,21 @@ class TrainingLoop:
         self.ownership.check()
         if self.ownership.is_sure:
             self.issuer.reissue(self.settlement.missing(), self.depth)
+        self.requeues.look()
 
     def _while_waiting(self, settleable: bool) -> None:
         """Between two looks for deliveries: commit without a step (rule 5), say what is missing."""
         self.committer.check()
         self._look_after()
-        self.requeues.look()
         if settleable and self.committer.idle and self._is_worth_a_commit:
-            self._commit(None, state=None)
+            self._commit(None, None)
         self.roster.listen()
         self.progress.still_waiting(
-            self.settlement.unsettled, self.depth, self.roster, leads=self.ownership.is_sure
+            self.settlement.unsettled,
+            self.depth,
+            self.roster,
+            leads=self.ownership.is_sure,
+            quarantined=self.watch.quarantined,
         )
 
     def _train_on(self, batch: list[HeldGroup]) -> None:
@@ -225,15 +238,30 @@ class TrainingLoop:
         lags = [held.lag(self.version) for held in batch]
         trained = [held for held in batch if held.has_signal]
         stats = self._step([held.group for held in trained]) if trained else None
+        if stats is not None:
+            self._note_fits(trained, stats)
         reached(Step.LEARNER_STEPPED)
         self.settlement.settle("trained", [held.task for held in trained])
         self.settlement.settle("flat", [held.task for held in batch if not held.has_signal])
         seconds = time.monotonic() - started
         if not self._land():
             return  # told to stop while the bucket is away: this step is redone
-        self._hand_over(self._new_version() if trained else None)
+        if trained:
+            self._hand_over_version()
+        else:
+            self._commit(None, None)
         self.progress.stepped(self.version, stats, [held.group for held in batch], lags, seconds)
         self._report()
+
+    def _note_fits(self, trained: Sequence[HeldGroup], stats: StepStats) -> None:
+        """What the step says of the workers whose groups are of the weights that it was taken at."""
+        takeovers = self.settlement.committed.takeovers
+        fits = [
+            (held.group.worker, stats.fits[held.task])
+            for held in trained
+            if held.task in stats.fits and is_sampled_by(held.group, self.version, takeovers)
+        ]
+        self.watch.trained(fits, self.version)
 
     def _step(self, groups: Sequence[Group]) -> StepStats:
         stats = self.trainer.step(groups)
@@ -243,18 +271,6 @@ class TrainingLoop:
                 "committed, and its groups go back to the queue: lower train.learning_rate, look at the rewards"
             )
         return stats
-
-    def _new_version(self) -> NewVersion:
-        """The weights as they are now; the committer is idle, so ``serving`` is the version they grew from."""
-        self.version += 1
-        return NewVersion(
-            version=PolicyVersion(self.epoch, self.version),
-            parent=self.committer.latest.serving.policy,
-            files=self.trainer.adapter_files(),
-            modules=self.trainer.modules,
-            base_sha256=self.base_sha256,
-            probe=self.trainer.probe(),
-        )
 
     @property
     def _is_worth_a_commit(self) -> bool:
@@ -267,19 +283,38 @@ class TrainingLoop:
 
     # ---- commits -----------------------------------------------------------------------------------------------
 
-    def _hand_over(self, new: NewVersion | None) -> None:
-        durable = self.pacing.is_durable_due(self.version, self.settlement.unsettled)
-        if new is not None and not durable:
-            self.committer.submit(Commit(new, None, None, self.progress.step_s))
-        else:
-            self._commit(new, self.trainer.state() if new else None)
+    def _hand_over_version(self) -> None:
+        """The weights as they are now, to a committer that is idle.
 
-    def _commit(self, new: NewVersion | None, state: bytes | None) -> None:
+        It stores them while the rest of the version is made here; the next step waits for both copies, not for it.
+        """
+        self.version += 1
+        probe: Future[Probe] = Future()
+        state: Future[bytes] = Future()
+        new = NewVersion(
+            version=PolicyVersion(self.epoch, self.version),
+            parent=self.committer.latest.serving.policy,
+            files=self.trainer.adapter_files(),
+            modules=self.trainer.modules,
+            base_sha256=self.base_sha256,
+            probe=probe.result,
+        )
+        is_durable = self.pacing.is_durable_due(self.version, self.settlement.unsettled)
+        if is_durable:
+            self._commit(new, state.result)
+        else:
+            self.committer.submit(Commit(new, None, None, self.progress.step_s))
+        _keep(probe, self.trainer.probe)
+        if is_durable:
+            _keep(state, self.trainer.state)
+
+    def _commit(self, new: NewVersion | None, state: Callable[[], bytes] | None) -> None:
         """Give the idle committer a ledger with all that is settled, with a version or alone."""
-        self.requeues.look()
         latest = self.committer.latest
-        if state is None and latest.serving.policy != latest.durable.policy:
-            state = self.trainer.state()  # versions are served that no state was stored for yet
+        if new is None and latest.serving.policy != latest.durable.policy:
+            found: Future[bytes] = Future()  # versions are served that no state was stored for yet
+            _keep(found, self.trainer.state)
+            state = found.result
         ledger = self.settlement.write(
             version=self.version,
             issue=lambda outstanding: self.pacing.budget(self.version, outstanding),
@@ -308,7 +343,7 @@ class TrainingLoop:
         """Make durable what was trained, so that nothing of it is trained again."""
         landed = self._land()
         if landed and (self.settlement.has_settleable or self.is_done != self._is_finished):
-            self._commit(None, state=None)
+            self._commit(None, None)
             landed = self._land()
         if not landed:
             log.warning(
@@ -324,6 +359,17 @@ class TrainingLoop:
     def _report(self) -> None:
         self.roster.listen()
         workers = len(self.roster.seen())
-        record = self.progress.record(self.settlement.committed, self.intake.seen, workers)
+        record = self.progress.record(
+            self.settlement.committed, self.intake.seen, workers, self.watch.figures()
+        )
         report = Report(self.source, "learner", time.time(), record)
         self.publisher.broadcast(self.queues.telemetry, Message(encode_report(report)))
+
+
+def _keep(promise: Future[T], make: Callable[[], T]) -> None:
+    """Make what was promised to the committer; where that fails, it hears of it too."""
+    try:
+        promise.set_result(make())
+    except BaseException as exc:
+        promise.set_exception(exc)
+        raise

@@ -173,7 +173,7 @@ def _begin(
     version = PolicyVersion(epoch=_unused_epoch(store, keys, stopping), number=0)
     writer = BucketWriter(store, keys, stopping)
     stored = writer.store_version(
-        NewVersion(version, None, start.files, start.modules, base_sha256, start.probe)
+        NewVersion(version, None, start.files, start.modules, base_sha256, lambda: start.probe)
     )
     state, state_digest = writer.store_state(version, start.state)
     ledger = Ledger.first(version.epoch, start.issue)

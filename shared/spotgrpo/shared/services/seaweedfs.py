@@ -54,7 +54,7 @@ class PrivateS3(PrivateServer):
         folder: Path,
         *,
         bucket: str = "spotgrpo",
-        memory_limit_mib: int = 300,
+        memory_limit_mib: int = 1000,
         start_deadline_s: float = 30.0,
     ) -> None:
         super().__init__(folder)
