@@ -25,17 +25,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Deltas:
-    """What deltas can be applied to, and how often that was done.
-
-    Attributes:
-        rebuilt: weights that came as a delta.
-        fell_back: weights that a delta was offered for, and that came whole.
-    """
+    """Rebuilds weights from those of versions that are on the disk."""
 
     store: ObjectStore
     keys: Keys
-    rebuilt: int = 0
-    fell_back: int = 0
     _held: dict[str, Path] = field(default_factory=dict)
 
     def keep(self, weights: FileEntry, path: Path) -> None:
@@ -48,24 +41,19 @@ class Deltas:
 
         The file that is written has the digest of ``weights``. May take as long as a download.
         """
-        if manifest.delta is None:
+        delta = manifest.delta
+        if delta is None:
             return False
-        parent = self._held.get(manifest.delta.parent_sha256)
+        parent = self._held.get(delta.parent_sha256)
+        if parent is None:
+            log.info("%s comes whole: %s is not here", manifest.policy, delta.parent)
+            return False
         try:
-            if parent is None:
-                log.info(
-                    "%s comes whole: %s, which its delta is to, is not here",
-                    manifest.policy,
-                    manifest.delta.parent,
-                )
-            else:
-                self._rebuild(manifest, manifest.delta, parent, weights, path)
-                self.rebuilt += 1
-                return True
+            self._rebuild(manifest, delta, parent, weights, path)
         except (SpotGRPOError, OSError) as exc:
             log.warning("%s comes whole, its delta is of no use: %s", manifest.policy, exc)
-        self.fell_back += 1
-        return False
+            return False
+        return True
 
     def _rebuild(
         self, manifest: Manifest, delta: DeltaEntry, parent: Path, weights: FileEntry, path: Path

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from spotgrpo.producer.deltas import Deltas
 from spotgrpo.producer.engines.base import Engine
 from spotgrpo.producer.probe import judge
 from spotgrpo.shared.errors import (
@@ -33,6 +34,7 @@ from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    FileEntry,
     Latest,
     Manifest,
     Probe,
@@ -71,10 +73,15 @@ class Adopted:
 
 @dataclass
 class Adoptions:
-    """Counts for the worker's report."""
+    """Counts for the worker's report.
+
+    ``deltas`` versions came as a delta; ``fell_back`` offered one too, and came whole.
+    """
 
     adopted: int = 0
     refused: int = 0
+    deltas: int = 0
+    fell_back: int = 0
     probes: dict[str, int] = field(default_factory=dict)
 
 
@@ -110,6 +117,7 @@ class PolicyWatcher:
         self._store, self._keys, self._engine, self._document = store, keys, engine, document
         self._cache_dir, self._poll_s, self._keep = cache_dir, poll_s, keep
         self._dtype = dtype or document.dtype
+        self._deltas = Deltas(store, keys)
         self._loaded: dict[PolicyVersion, Adopted] = {}
         self._refused: dict[str, str] = {}
         self._etag: str | None = None
@@ -275,15 +283,29 @@ class PolicyWatcher:
         try:
             await asyncio.to_thread(folder.mkdir, parents=True)
             for entry in manifest.files:
-                key = self._keys.version(manifest.policy, entry.name)
-                await self._ask(
-                    self._store.download, key, folder / entry.name, entry.size, entry.sha256
-                )
+                await self._fetch_file(manifest, entry, folder / entry.name)
         except OSError as exc:
             where = f"worker.cache_dir = {str(self._cache_dir)!r}"
             raise StoreUnavailable(
                 f"cannot write {manifest.policy} to {where}: {exc.strerror or exc}"
             ) from exc
+
+    async def _fetch_file(self, manifest: Manifest, entry: FileEntry, path: Path) -> None:
+        is_weights = entry.name == ADAPTER_WEIGHTS
+        if not (is_weights and manifest.delta and await self._rebuild(manifest, entry, path)):
+            key = self._keys.version(manifest.policy, entry.name)
+            await self._ask(self._store.download, key, path, entry.size, entry.sha256)
+        if is_weights:
+            self._deltas.keep(entry, path)
+
+    async def _rebuild(self, manifest: Manifest, weights: FileEntry, path: Path) -> bool:
+        """Whether the weights could be had by the version's delta."""
+        came = await self._ask(self._deltas.rebuild, manifest, weights, path)
+        if came:
+            self.counts.deltas += 1
+        else:
+            self.counts.fell_back += 1
+        return came
 
     async def prove(self, version: PolicyVersion, probe: Probe | None) -> str:
         """Hold what the engine gives for a loaded version against its probe, and count the verdict.

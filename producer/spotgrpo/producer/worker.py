@@ -476,6 +476,8 @@ class Worker:
             "adopted": self._w.policy.counts.adopted,
             "refused": self._w.policy.counts.refused,
             "refused_why": activity.refused_why,
+            "deltas": self._w.policy.counts.deltas,
+            "deltas_fell_back": self._w.policy.counts.fell_back,
             "probes": dict(self._w.policy.counts.probes),
             "reward_failures": {
                 str(name): int(count) for name, count in self._w.rewards.failures.items()
