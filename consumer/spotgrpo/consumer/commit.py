@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from spotgrpo.consumer.deltas import DeltaMaker
 from spotgrpo.consumer.ledger import Ledger, encode_ledger
 from spotgrpo.shared.errors import SpotGRPOError
 from spotgrpo.shared.ids import Keys, PolicyVersion
@@ -90,18 +91,25 @@ class BucketWriter:
 
     Args:
         abandon: once set, an unreachable bucket is given up (StoreUnavailable).
+        deltas: whether versions offer a delta to the one stored before (``sync.encoding``).
     """
 
-    def __init__(self, store: ObjectStore, keys: Keys, abandon: threading.Event) -> None:
+    def __init__(
+        self, store: ObjectStore, keys: Keys, abandon: threading.Event, *, deltas: bool = False
+    ) -> None:
         self._store, self._keys, self.abandon = store, keys, abandon
+        self._deltas = DeltaMaker(wanted=deltas)
 
     def _create(self, key: str, body: bytes) -> None:
         retry(f"storing {key}", lambda: self._store.create(key, body), stopping=self.abandon)
 
     def store_version(self, new: NewVersion) -> Stored:
         """Files first, the manifest last: a version without one does not exist."""
+        making = self._deltas.begin(new.parent, new.files)
         for name, body in new.files.items():
             self._create(self._keys.version(new.version, name), body)
+        if delta := making.result():
+            self._create(self._keys.version(new.version, delta.entry.name), delta.body)
         reached(Step.LEARNER_UPLOADED)
         manifest = Manifest(
             run=self._keys.run,
@@ -115,9 +123,11 @@ class BucketWriter:
             base_sha256=new.base_sha256,
             probe=new.probe(),
             created_at=time.time(),
+            delta=delta.entry if delta else None,
         ).to_bytes()
         key = self._keys.manifest(new.version)
         self._create(key, manifest)
+        self._deltas.stored(new.version, new.files)
         return Stored(new.version, key, sha256_hex(manifest))
 
     def store_state(self, version: PolicyVersion, state: bytes) -> tuple[str, str]:
