@@ -139,7 +139,12 @@ class Learner:
             settlement, issuer, self._retention(), publisher, self._queues, requeues
         )
         committer = Committer(
-            BucketWriter(w.store, self._keys, threading.Event()),
+            BucketWriter(
+                w.store,
+                self._keys,
+                threading.Event(),
+                deltas=w.config.sync.encoding == "delta",
+            ),
             self._pointer,
             taken.latest,
             on_serving=after.serving,

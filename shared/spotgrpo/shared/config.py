@@ -278,6 +278,17 @@ class TrainConfig(Section):
     ] = 1
 
 
+class SyncConfig(Section):
+    """How versions come to workers."""
+
+    encoding: Annotated[
+        Literal["full", "delta"],
+        Field(
+            description="delta: beside the whole file, what changed since the version before, for workers that have it."
+        ),
+    ] = "full"
+
+
 class WorkerConfig(Section):
     """A generator worker."""
 
@@ -438,5 +449,6 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig = TrainConfig()
     loss: LossConfig = LossConfig()
+    sync: SyncConfig = SyncConfig()
     worker: WorkerConfig = WorkerConfig()
     log: LogConfig = LogConfig()
