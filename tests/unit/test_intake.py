@@ -22,6 +22,7 @@ from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.shared.ids import Keys, PolicyVersion, Queues, TaskId
+from spotgrpo.shared.loss_config import LossConfig
 from spotgrpo.shared.memory.broker import MemoryBroker, MemoryBrokerServer
 from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.ports import Message
@@ -37,12 +38,22 @@ SERVED = PolicyVersion(1, 0)
 class Desk:
     """An intake with both its queues; nothing commits."""
 
-    def __init__(self, ledger: Ledger, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        groups_per_step: int,
+        max_staleness: int,
+        *,
+        refill_flat: bool = False,
+        kl: float = 0.0,
+    ) -> None:
         self.server, self.stopping = MemoryBrokerServer(), threading.Event()
         broker = MemoryBroker(self.server, RUN)
         broker.declare()
         self.publisher = broker.publisher()
-        config = config_of(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        config = config_of(
+            groups_per_step=groups_per_step, max_staleness=max_staleness, refill_flat=refill_flat
+        ).model_copy(update={"loss": LossConfig(kl=kl)})
         self.pacing = Pacing.of(config.train)
         self.settlement: Settlement[Receipt] = Settlement(ledger)
         rollouts = broker.leader_consumer(self.pacing.window)
@@ -62,8 +73,8 @@ class Desk:
             stopping=self.stopping,
         )
 
-    def comes(self, task: TaskId, version: PolicyVersion = SERVED) -> None:
-        group = answer(Task(RUN, task, (1,), "p", {}, SAMPLING, (1, 2)), version)
+    def comes(self, task: TaskId, version: PolicyVersion = SERVED, *, flat: bool = False) -> None:
+        group = answer(Task(RUN, task, (1,), "p", {}, SAMPLING, (1, 2)), version, flat=flat)
         self.publisher.publish(QUEUES.rollouts, group_message(group)).result(5)
 
     def batch(self, version: int) -> Sequence[HeldGroup]:
@@ -93,6 +104,18 @@ def test_rule_8_a_version_that_a_takeover_gave_up_counts_as_the_one_it_grew_from
     desk.comes(A, PolicyVersion(1, 2))
     assert not desk.batch(2)
     assert desk.settled().settled == {"stale": (A,)}
+
+
+@pytest.mark.parametrize(
+    ("kl", "refill_flat", "trained"), [(0.0, False, False), (0.1, False, True), (0.1, True, None)]
+)
+def test_a_group_without_reward_variance_is_trained_for_a_kl_term_unless_another_is_asked_for(
+    kl: float, refill_flat: bool, trained: bool | None
+) -> None:
+    desk = Desk(Ledger.first(1, issue=1), 1, 0, refill_flat=refill_flat, kl=kl)
+    desk.comes(A, flat=True)
+    assert [held.has_signal for held in desk.batch(0)] == ([] if trained is None else [trained])
+    assert desk.settled().settled == ({"flat": (A,)} if trained is None else {})
 
 
 @pytest.mark.parametrize("copies", [9, 10])
