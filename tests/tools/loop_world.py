@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -17,11 +17,12 @@ from typing import Self
 import numpy as np
 
 from spotgrpo.consumer.audit import AuditReport, audit_run
+from spotgrpo.consumer.fit import Fit, group_fit
 from spotgrpo.consumer.learner import Learner, Wiring
 from spotgrpo.consumer.progress import Progress
 from spotgrpo.consumer.prompts import PromptRow
 from spotgrpo.shared.config import Config
-from spotgrpo.shared.ids import Keys, PolicyVersion, Queues
+from spotgrpo.shared.ids import Keys, PolicyVersion, Queues, TaskId
 from spotgrpo.shared.manifest import (
     DataIdentity,
     Latest,
@@ -35,7 +36,15 @@ from spotgrpo.shared.memory.broker import MemoryBroker, MemoryBrokerServer
 from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.metrics import MetricsWriter
 from spotgrpo.shared.ports import Delivery, Message, ObjectStore
-from spotgrpo.shared.wire import Group, Rollout, Task, VersionRun, decode_task, encode_group
+from spotgrpo.shared.wire import (
+    Float32Array,
+    Group,
+    Rollout,
+    Task,
+    VersionRun,
+    decode_task,
+    encode_group,
+)
 
 RUN = "loop"
 VOCABULARY = 100
@@ -61,6 +70,7 @@ class Stats:
     entropy: float = 1.0
     over_budget: int = 0
     skipped: bool = False
+    fits: Mapping[TaskId, Fit] = field(default_factory=dict)
 
 
 class BookkeepingTrainer:
@@ -76,7 +86,12 @@ class BookkeepingTrainer:
     def step(self, groups: Sequence[Group]) -> Stats:
         self._before_step()
         self.steps.append([str(group.task_id) for group in groups])
-        return Stats(tokens=sum(group.tokens for group in groups))
+        fits = {group.task_id: group_fit(group, self.logprobs(group)) for group in groups}
+        return Stats(tokens=sum(group.tokens for group in groups), fits=fits)
+
+    def logprobs(self, group: Group) -> list[Float32Array]:
+        """Those that :func:`answer` gives."""
+        return [-np.arange(1, 1 + len(one.token_ids), dtype=np.float32) for one in group.rollouts]
 
     def adapter_files(self) -> dict[str, bytes]:
         weights = json.dumps(self.steps).encode()
@@ -139,14 +154,16 @@ def document_of(config: Config, *, name: str = "none", base: str = "0" * 64) -> 
     )
 
 
-def answer(task: Task, version: PolicyVersion, worker: str = "w", *, flat: bool = False) -> Group:
+def answer(
+    task: Task, version: PolicyVersion, worker: str = "w", *, flat: bool = False, tokens: int = 2
+) -> Group:
     """A group for ``task`` as a worker would publish it."""
     rollouts = tuple(
         Rollout(
-            token_ids=np.array([1, 2], dtype=np.int32),
-            logprobs=np.array([-1.0, -2.0], dtype=np.float32),
-            loss_mask=np.ones(2, dtype=np.bool_),
-            versions=(VersionRun(version, 2),),
+            token_ids=np.arange(1, 1 + tokens, dtype=np.int32),
+            logprobs=-np.arange(1, 1 + tokens, dtype=np.float32),
+            loss_mask=np.ones(tokens, dtype=np.bool_),
+            versions=(VersionRun(version, tokens),),
             reward=0.0 if flat else float(i),
             reward_parts={"r": 0.0 if flat else float(i)},
             finish="stop",

@@ -19,6 +19,7 @@ from spotgrpo.consumer.intake import (
 )
 from spotgrpo.consumer.ledger import Ledger
 from spotgrpo.consumer.losses.objective import Objective
+from spotgrpo.consumer.mismatch import MismatchWatch
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.shared.ids import Keys, PolicyVersion, Queues, TaskId
@@ -69,6 +70,7 @@ class Desk:
             config.train,
             self.pacing,
             Objective.of(config),
+            MismatchWatch(None, "float32", quarantines=False, recompute=lambda _: []),
             epoch=ledger.epoch,
             stopping=self.stopping,
         )

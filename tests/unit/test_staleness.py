@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spotgrpo.consumer.pacing import Pacing
-from spotgrpo.consumer.staleness import lag_of
+from spotgrpo.consumer.staleness import is_sampled_by, lag_of
 from spotgrpo.shared.ids import PolicyVersion, lineage_version
+from spotgrpo.shared.wire import VersionRun
+from tests.tools.wire_samples import GROUP
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,28 @@ def test_rule_8_a_version_that_was_given_up_counts_as_the_one_it_grew_from(
     version: PolicyVersion, takeovers: dict[int, int], counts_as: int
 ) -> None:
     assert lineage_version(version, takeovers) == counts_as
+
+
+@pytest.mark.parametrize(
+    ("runs", "version", "takeovers", "is_it"),
+    [
+        ([(1, 4)], 4, {1: 0}, True),
+        ([(1, 4)], 5, {1: 0}, False),
+        ([(1, 3), (1, 4)], 4, {1: 0}, False),  # switched on the way
+        ([(1, 4)], 4, {1: 0, 2: 4}, True),  # what the learner of epoch 2 resumed from
+        ([(2, 4)], 4, {1: 0, 2: 4}, True),
+        ([(1, 5)], 4, {1: 0, 2: 4}, False),  # given up: counts as v4, and is another version
+        ([(1, 5)], 5, {1: 0, 2: 4}, False),
+        ([(2, 5)], 5, {1: 0, 2: 4}, True),
+    ],
+)
+def test_a_group_is_of_a_version_only_where_every_token_is_of_its_very_weights(
+    runs: list[tuple[int, int]], version: int, takeovers: dict[int, int], is_it: bool
+) -> None:
+    rollouts = tuple(
+        replace(GROUP.rollouts[0], versions=(VersionRun(PolicyVersion(*run), 1),)) for run in runs
+    )
+    assert is_sampled_by(replace(GROUP, rollouts=rollouts), version, takeovers) == is_it
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 consumes:     the rollouts queue and the dead-letter queue
 waits for:    ``groups_per_step`` usable groups
 unblocked by: a delivery, or a commit that settles what fills the window
-produces:     a batch of held groups; everything else it settles as flat, stale or dead
+produces:     a batch of held groups; everything else it settles as flat, stale (quarantined ones too) or dead
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from spotgrpo.consumer.advantages import Advantages, group_advantages
 from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.losses.overlong import shaped_rewards
 from spotgrpo.consumer.losses.plan import has_gradient
+from spotgrpo.consumer.mismatch import MismatchWatch
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.settlement import Settlement
-from spotgrpo.consumer.staleness import Lag, lag_of, oldest_version
+from spotgrpo.consumer.staleness import Lag, is_sampled_by, lag_of, oldest_version
 from spotgrpo.shared.config import TrainConfig
 from spotgrpo.shared.errors import (
     IntegrityError,
@@ -129,6 +130,11 @@ class Tally:
         others = self._counts.total() + self._others - sum(shown.values())
         return {**shown, OTHERS: others} if others else shown
 
+    @property
+    def total(self) -> int:
+        """Of all workers."""
+        return self._counts.total() + self._others
+
 
 @dataclass
 class Seen:
@@ -139,6 +145,8 @@ class Seen:
     malformed: int = 0
     dropped: Tally = field(default_factory=Tally)
     """Stale groups by worker."""
+    quarantined: Tally = field(default_factory=Tally)
+    """Groups that were not trained since their worker was in quarantine, by worker; the books have them as stale."""
 
 
 class Intake:
@@ -155,6 +163,7 @@ class Intake:
         train: TrainConfig,
         pacing: Pacing,
         objective: Objective,
+        watch: MismatchWatch,
         epoch: int,
         stopping: threading.Event,
     ) -> None:
@@ -162,6 +171,7 @@ class Intake:
         self._store, self._keys = store, keys
         self._settlement, self._expected = settlement, expected
         self._train, self._pacing, self._objective = train, pacing, objective
+        self._watch = watch
         self._epoch, self._stopping = epoch, stopping
         self._held: dict[TaskId, HeldGroup] = {}
         self.seen = Seen()
@@ -178,6 +188,7 @@ class Intake:
             if not self._receive(version):
                 break
             self._drop_stale(version)
+            self._drop_quarantined()
             usable = sorted(self._held.values(), key=lambda held: (held.oldest, held.task))
             if len(usable) >= self._pacing.groups_per_step or (
                 usable and self._nothing_more_comes(len(usable), version)
@@ -286,7 +297,10 @@ class Intake:
     def _hold(self, task: TaskId, group: Group, version: int) -> None:
         self.seen.groups += 1
         self.seen.tokens += group.tokens
-        oldest = oldest_version(group, self._settlement.committed.takeovers)
+        takeovers = self._settlement.committed.takeovers
+        oldest = oldest_version(group, takeovers)
+        if is_sampled_by(group, version, takeovers):
+            self._watch.arrived(group, version)
         advantages = self._advantages(group)
         is_trained = has_gradient(group, advantages, self._objective)
         held = HeldGroup(task, group, oldest, version, is_trained)
@@ -311,6 +325,16 @@ class Intake:
                 )
                 self._settlement.settle("stale", [held.task])
                 self.seen.dropped.add(held.group.worker)
+                del self._held[held.task]
+
+    def _drop_quarantined(self) -> None:
+        """In the books they are stale: nothing was trained of them, and their prompts are tried again."""
+        for held in list(self._held.values()):
+            worker = held.group.worker
+            if self._watch.refuses(worker):
+                log.info("task %s is not trained: worker %s is in quarantine", held.task, worker)
+                self._settlement.settle("stale", [held.task])
+                self.seen.quarantined.add(worker)
                 del self._held[held.task]
 
     def _receive_dead(self) -> None:

@@ -16,6 +16,7 @@ from spotgrpo.consumer.intake import Expected, Intake, Receipt
 from spotgrpo.consumer.issuer import Issuer
 from spotgrpo.consumer.loop import AfterCommit, Ownership, Pacing, TrainerPort, TrainingLoop
 from spotgrpo.consumer.losses.objective import Objective
+from spotgrpo.consumer.mismatch import MismatchWatch
 from spotgrpo.consumer.requeue import Past, Requeues
 from spotgrpo.consumer.retention import Retention
 from spotgrpo.consumer.roster import Roster
@@ -153,10 +154,12 @@ class Learner:
         stack.callback(committer.close)
         dead = w.broker.consumer(self._queues.dead, prefetch=DEAD_PREFETCH)
         stack.callback(dead.close)
+        watch = self._watch()
         return TrainingLoop(
             trainer=w.trainer,
             settlement=settlement,
-            intake=self._intake(taken, rollouts, dead, settlement, issuer.sampling),
+            intake=self._intake(taken, rollouts, dead, settlement, issuer.sampling, watch),
+            watch=watch,
             issuer=issuer,
             requeues=requeues,
             committer=committer,
@@ -195,6 +198,15 @@ class Learner:
             check_mine=self._pointer.check_mine,
         )
 
+    def _watch(self) -> MismatchWatch:
+        config = self._w.config
+        return MismatchWatch(
+            config.train.mismatch_alarm,
+            config.model.dtype,
+            quarantines=config.train.quarantine,
+            recompute=self._w.trainer.logprobs,
+        )
+
     def _intake(
         self,
         taken: TakenOver,
@@ -202,6 +214,7 @@ class Learner:
         dead: Consumer,
         settlement: Settlement[Receipt],
         sampling: Sampling,
+        watch: MismatchWatch,
     ) -> Intake:
         w = self._w
         expected = Expected(
@@ -221,6 +234,7 @@ class Learner:
             w.config.train,
             self._pacing,
             Objective.of(w.config),
+            watch,
             epoch=taken.latest.epoch,
             stopping=w.stopping,
         )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from spotgrpo.consumer.fit import Fit
 from spotgrpo.consumer.intake import Seen
 from spotgrpo.consumer.ledger import CAUSES, Counts, Ledger
 from spotgrpo.consumer.roster import Roster
 from spotgrpo.consumer.staleness import Lag
 from spotgrpo.consumer.stall import Scene
 from spotgrpo.shared.gaps import gaps
-from spotgrpo.shared.ids import Queues
+from spotgrpo.shared.ids import Queues, TaskId
 from spotgrpo.shared.metrics import MetricsWriter
 from spotgrpo.shared.ports import QueueDepth
 from spotgrpo.shared.wire import Group, Json, Rollout
@@ -65,6 +66,8 @@ class StepStats(Protocol):
     def over_budget(self) -> int: ...
     @property
     def skipped(self) -> bool: ...
+    @property
+    def fits(self) -> Mapping[TaskId, Fit]: ...
 
 
 @dataclass
@@ -161,6 +164,7 @@ class Progress:
         roster: Roster,
         *,
         leads: bool,
+        quarantined: Sequence[str] = (),
     ) -> None:
         """Say, now and then, what is being waited for, and what can be seen of those who should send it."""
         if not self._is_due():
@@ -174,6 +178,7 @@ class Progress:
             hears=roster.hears,
             leads=leads,
             now=self.clock(),
+            quarantined=quarantined,
         )
         waited = self.clock() - self._last_sign
         log.warning("no step for %.0f s: %s", waited, scene.describe(self.queues))
@@ -237,10 +242,12 @@ class Progress:
             )
         log.warning("%d batches in a row without a step: %s", self._flat_batches, why)
 
-    def record(self, ledger: Ledger, seen: Seen, workers: int) -> dict[str, Json]:
+    def record(
+        self, ledger: Ledger, seen: Seen, workers: int, mismatch: Mapping[str, Json]
+    ) -> dict[str, Json]:
         """The record of the last step: written to the metrics file, and returned for telemetry.
 
-        ``workers`` are those that reported in the last minute.
+        ``workers`` are those that reported in the last minute; ``mismatch`` are the figures of the watch.
         """
         counts = ledger.counts
         record: dict[str, Json] = {
@@ -254,6 +261,9 @@ class Progress:
             "groups_received": seen.groups,
             "groups_malformed": seen.malformed,
             "stale_by_worker": {**seen.dropped.largest()},
+            "groups_quarantined": seen.quarantined.total,
+            "quarantined_by_worker": {**seen.quarantined.largest()},
+            **mismatch,
         }
         self.metrics.write(record)
         self._last_record = record
@@ -289,6 +299,7 @@ class Progress:
             "reward": last.get("reward"),
             "tokens_generated": last.get("tokens_received", 0),
             "tokens_trained": self._tokens_trained,
+            "groups_quarantined": last.get("groups_quarantined", 0),
             **self._final,
         }
 

@@ -34,6 +34,18 @@ def oldest_version(group: Group, takeovers: Mapping[int, int]) -> int:
     )
 
 
+def is_sampled_by(group: Group, version: int, takeovers: Mapping[int, int]) -> bool:
+    """Whether every token was sampled under the very weights of ``version``.
+
+    A version that a takeover gave up counts as another one for its lag, and has weights of its own all the same.
+    """
+    return all(
+        run.version.number == version == lineage_version(run.version, takeovers)
+        for rollout in group.rollouts
+        for run in rollout.versions
+    )
+
+
 def lag_of(oldest: int, arrived_at: int, version: int) -> Lag:
     """Lag of a group whose oldest token is of ``oldest``, that came when the learner was at ``arrived_at``."""
     arrived_at = max(oldest, min(arrived_at, version))

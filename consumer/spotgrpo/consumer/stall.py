@@ -66,6 +66,7 @@ class Scene:
         hears: reports can come at all.
         leads: this learner holds the leader queue, so that groups come to it.
         now: seconds, on the clock of the reports.
+        quarantined: workers whose groups are not trained.
     """
 
     tasks: QueueDepth | None
@@ -76,6 +77,7 @@ class Scene:
     hears: bool
     leads: bool
     now: float
+    quarantined: Sequence[str] = ()
 
     def describe(self, queues: Queues) -> str:
         """All of it: which queue, how many tasks and workers, why, and the last reports."""
@@ -91,7 +93,7 @@ class Scene:
         return (
             f"waiting for groups in {queues.rollouts} ({self.rollouts.ready} there); {self.outstanding} tasks "
             f"outstanding, {self.tasks.ready} of them not taken yet; {len(self.seen)} workers seen in the last "
-            f"minute, {self.tasks.consumers} connected: {self._why(self.tasks)}{self._reports()}"
+            f"minute, {self.tasks.consumers} connected: {self._why(self.tasks)}{self._refused()}{self._reports()}"
         )
 
     def _why(self, tasks: QueueDepth) -> str:
@@ -116,6 +118,13 @@ class Scene:
                 if what == "idle":
                     found[-1] += f" {NOT_TAKEN if tasks.ready else AGAIN}"
         return found
+
+    def _refused(self) -> str:
+        if not self.quarantined:
+            return ""
+        names, more = ", ".join(self.quarantined[:SHOWN]), len(self.quarantined) - SHOWN
+        others = f" and {more} more" if more > 0 else ""
+        return f"; groups of {names}{others} are not trained, since what they sample does not fit (train.quarantine)"
 
     def _reports(self) -> str:
         if not self.seen:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save
 from torch import Tensor
 
+from spotgrpo.consumer.fit import Fit, StepFits
 from spotgrpo.consumer.logprobs import batch_scores, head_is_faithful, per_sample, shares_prompts
 from spotgrpo.consumer.losses.composed import LossSums, loss_of
 from spotgrpo.consumer.losses.gather import gather, step_second_moment_limit
@@ -38,6 +39,7 @@ from spotgrpo.consumer.schedule import learning_rate
 from spotgrpo.consumer.trainer_state import Counters, pack_state, unpack_state
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig
 from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Probe
 from spotgrpo.shared.steps import Step, reached
 from spotgrpo.shared.wire import Group, Rollout
@@ -74,6 +76,7 @@ class StepStats:
         groups, flat: groups that were trained, and those without a gradient.
         tokens: trained tokens; ``input_tokens`` those that went through the model, ``rows`` and ``batches`` in how
             many rows and forward passes; ``over_budget`` sequences longer than the token budget.
+        fits: of each group with trained tokens, how its behaviour logprobs fit those of the step.
         seconds: wall time.
     """
 
@@ -101,6 +104,7 @@ class StepStats:
     rows: int
     batches: int
     over_budget: int
+    fits: Mapping[TaskId, Fit]
     seconds: float
 
 
@@ -201,12 +205,12 @@ class Trainer:
         started = time.monotonic()
         plan = plan_step(groups, self._objective, self.steps_done)
         packed = self._pack(plan.samples)
-        total = _Totals(plan.tokens)
+        total, fits = _Totals(plan.tokens), StepFits(plan.tasks)
         rate = learning_rate(self.steps_done, self._config)
         if total.trained:
             m2_bound = self._m2_bound(plan)
             for batch in packed.batches:
-                total.add(*self._backward(batch, plan, m2_bound))
+                total.add(*self._backward(batch, plan, m2_bound, fits))
             reached(Step.LEARNER_STEPPING)
             self._update(total, rate)
         self.steps_done += 1
@@ -225,6 +229,7 @@ class Trainer:
             groups=len(plan.groups),
             flat=plan.flat,
             tokens=total.trained,
+            fits=fits.by_task,
             seconds=time.monotonic() - started,
         )
 
@@ -315,7 +320,7 @@ class Trainer:
         return step_second_moment_limit(plan, found, parts.m2_limit)
 
     def _backward(
-        self, batch: MicroBatch, plan: StepPlan, m2_bound: float
+        self, batch: MicroBatch, plan: StepPlan, m2_bound: float, fits: StepFits
     ) -> tuple[Tensor, LossSums]:
         """Add the gradient of ``batch``; returns its loss and sums, detached."""
         parts = self._objective.parts
@@ -325,6 +330,7 @@ class Trainer:
         )
         loss, sums = loss_of(gather(batch, plan, scores, base_N), parts, m2_bound=m2_bound)
         (loss * self._gradient_scale).backward()
+        fits.add(batch, scores.logprobs_N.detach().cpu().numpy())
         return loss.detach(), sums
 
     def _base_logprobs(self, batch: MicroBatch) -> Tensor:

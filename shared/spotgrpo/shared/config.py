@@ -269,6 +269,17 @@ class TrainConfig(Section):
     threads: Annotated[
         Positive | None, Field(description="CPU threads of the learner; none: torch's choice.")
     ] = None
+    mismatch_alarm: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="Warn of a worker whose logprobs at lag 0 are this far off (nats); none: by model.dtype.",
+        ),
+    ] = None
+    quarantine: Annotated[
+        bool, Field(description="Do not train groups of such a worker until they fit again.")
+    ] = False
     keep_every: Annotated[
         Positive | None,
         Field(description="Keep every n-th version for good; none: only the newest."),

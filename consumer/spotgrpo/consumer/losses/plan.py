@@ -23,6 +23,7 @@ from spotgrpo.consumer.advantages import (
 from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.losses.overlong import is_trainable, shaped_rewards, trained_mask
 from spotgrpo.consumer.packing import BoolArray, Int32Array, MicroBatch, Sample
+from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.wire import Group, Rollout
 
 
@@ -36,6 +37,7 @@ class StepPlan:
         weight_S: share of each token of the sample in the step's aggregate; see :func:`token_weights`.
         group_log_q_S: log of the expectation that GEPO divides by; see :func:`log_expected_probability`. 0 elsewhere.
         lags: one a sample: learner's version − version of each token, int32 [n].
+        tasks: one a sample.
     """
 
     samples: tuple[Sample, ...]
@@ -44,6 +46,7 @@ class StepPlan:
     weight_S: Float64Array
     group_log_q_S: Float64Array
     lags: tuple[Int32Array, ...]
+    tasks: tuple[TaskId, ...]
 
     @property
     def tokens(self) -> int:
@@ -89,6 +92,7 @@ def plan_step(groups: Sequence[Group], objective: Objective, version: int) -> St
         weight_S=token_weights([int(sample.mask.sum()) for sample in samples], scored, objective),
         group_log_q_S=np.array([log_q[id(group)] for group, *_ in kept], dtype=np.float64),
         lags=tuple(_lags(one, version) for _, one, _, _ in kept),
+        tasks=tuple(group.task_id for group, *_ in kept),
     )
 
 
