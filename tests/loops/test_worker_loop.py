@@ -70,6 +70,7 @@ class Bench(World):
         finished: bool = False,
         shift: float = 0.0,
         files: dict[str, bytes] | None = None,
+        parent: int | None = None,
     ) -> None:
         """Store a version and let ``latest.json`` serve it. With ``files`` it is a real one, and has no probe."""
         version = PolicyVersion(epoch, number)
@@ -77,8 +78,9 @@ class Bench(World):
             token_ids=[1, 2, 3], version_logprobs=[-1.0 + shift] * 2, base_logprobs=[-1.0] * 2
         )
         names = {"adapter_config.json": b"{}", "adapter_model.safetensors": f"{version}".encode()}
+        grew_from = PolicyVersion(epoch, parent) if parent is not None else None
         new = NewVersion(
-            version, None, files or names, modules, "0" * 64, lambda: None if files else probe
+            version, grew_from, files or names, modules, "0" * 64, lambda: None if files else probe
         )
         stored = self.writer.store_version(new)
         durable = Durable(
