@@ -18,7 +18,7 @@ from spotgrpo.consumer.losses.corrections import (  # noqa: E402
     within_second_moment,
 )
 from spotgrpo.consumer.losses.objective import Objective  # noqa: E402
-from spotgrpo.consumer.losses.overlong import length_penalty  # noqa: E402
+from spotgrpo.consumer.losses.overlong import length_penalty, shaped_rewards  # noqa: E402
 from spotgrpo.consumer.losses.plan import plan_step  # noqa: E402
 from spotgrpo.consumer.losses.ratios import Tokens  # noqa: E402
 from spotgrpo.shared.loss_config import LossConfig  # noqa: E402
@@ -278,6 +278,24 @@ def test_completions_that_the_limit_cut_are_left_out_or_marked_down() -> None:
 )
 def test_the_length_penalty_grows_over_the_last_tokens(tokens: int, taken: float) -> None:
     assert length_penalty(tokens, 100, 20) == pytest.approx(taken)
+
+
+@pytest.mark.parametrize(("soft", "longest"), [(None, LONGEST), (5, LONGEST), (50, 6)])
+def test_a_shaped_reward_is_less_by_the_penalty_of_its_length(
+    soft: int | None, longest: int
+) -> None:
+    """By default the last fifth is soft; no more than the whole can be."""
+    parts = LossConfig(overlong="shape", overlong_tokens=soft, overlong_penalty=0.5)
+    group = drawn_groups(1)[1]
+    rewards = shaped_rewards(group, Objective(parts, longest, 20))
+    last = min(soft or longest // 5, longest)
+    for one, reward in zip(group.rollouts, rewards, strict=True):
+        if one.reward is None:
+            assert reward is None
+        else:
+            taken = 0.5 * length_penalty(len(one.token_ids), longest, last)
+            assert reward == pytest.approx(one.reward - taken)
+    assert rewards != [one.reward for one in group.rollouts]
 
 
 def test_a_version_ahead_of_the_learner_has_no_lag() -> None:
