@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -46,9 +47,11 @@ from spotgrpo.shared.wire import Group, Rollout
 
 log = logging.getLogger(__name__)
 
-PROBE_TOKENS = 32
+PROBE_TOKENS = 16
 PROBE_EVERY = 8
-"""Versions that share the tokens of their probe."""
+"""Versions that share the tokens of their probe; the first ones less, since they have just begun to differ."""
+PROBED_GROUPS = 4
+"""Of a step, whose rollouts are tried for a new probe: their tokens are few beside the step's own."""
 FIRST_PROBE_IDS = tuple(range(2, 2 + PROBE_TOKENS))
 """Probe of a version that has trained nothing yet; it is the base on any tokens."""
 HALF_SCALE = 1024.0
@@ -181,7 +184,7 @@ class Trainer:
         """Tokens that tell this version from the base and from every other version.
 
         Logprobs at temperature 1 of both on the end of what was trained not long ago. For version 0 both are equal,
-        so that an engine can only call the probe inconclusive. One forward pass, two where the tokens are new.
+        so that an engine can only call the probe inconclusive. One forward pass, two right after :meth:`restore`.
         """
         version, base = self.probe_logprobs()
         return Probe(
@@ -212,9 +215,9 @@ class Trainer:
             for batch in packed.batches:
                 total.add(*self._backward(batch, plan, m2_bound, fits))
             reached(Step.LEARNER_STEPPING)
+            self._choose_probe(plan.groups)
             self._update(total, rate)
         self.steps_done += 1
-        self._choose_probe(plan.groups)
         if total.trained and not total.finite:
             log.warning(
                 "step %d skipped: loss %s, norm %s", self.steps_done, total.loss, total.norm
@@ -269,13 +272,7 @@ class Trainer:
 
         ``adapter`` False takes the base instead of this version.
         """
-        ids = np.asarray(token_ids, dtype=np.int32)
-        blank = np.zeros(len(ids) - 1, dtype=np.float32)
-        sample = Sample(0, ids[:1], ids[1:], blank, blank > 0.0, advantage=0.0)
-        if adapter:
-            return self._score([sample], 1.0)[0]
-        with self._adapted.disable_adapter():
-            return self._score([sample], 1.0)[0]
+        return self._sequences_logprobs([token_ids], adapter=adapter)[0]
 
     def probe_logprobs(self) -> tuple[Float32Array, Float32Array]:
         """:meth:`sequence_logprobs` of ``probe_ids`` under this version and under the base; the latter is kept."""
@@ -283,6 +280,14 @@ class Trainer:
             base = self.sequence_logprobs(self.probe_ids, adapter=False)
             self._probed_base = (self.probe_ids, base)
         return self.sequence_logprobs(self.probe_ids, adapter=True), self._probed_base[1]
+
+    def _sequences_logprobs(
+        self, sequences: Sequence[Sequence[int]], *, adapter: bool
+    ) -> list[Float32Array]:
+        samples = [_whole(index, token_ids) for index, token_ids in enumerate(sequences)]
+        with contextlib.nullcontext() if adapter else self._adapted.disable_adapter():
+            found = self._score(samples, 1.0)
+        return [found[index] for index in range(len(samples))]
 
     def _try_the_model(self, name: str) -> bool:
         if not head_is_faithful(self._base):
@@ -358,17 +363,22 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _choose_probe(self, trained: Sequence[Group]) -> None:
-        """The end of a newly trained group's best rollout: where this version differs most from the base.
+        """Of some groups' best and worst rollouts, the end at which this version differs most from the base.
 
-        Kept for some versions, since the base's logprobs of it cost a forward pass.
+        Kept for some versions. Chosen before the update, so that no version waits for it: the next one will differ at
+        about the same tokens.
         """
-        if self.probe_ids != FIRST_PROBE_IDS and self.steps_done % PROBE_EVERY:
+        done = self.steps_done
+        is_due = done & (done - 1) == 0 if done < PROBE_EVERY else done % PROBE_EVERY == 0
+        if not is_due and self.probe_ids != FIRST_PROBE_IDS:
             return
-        if trained:
-            group = trained[-1]
-            best = max(group.rollouts, key=lambda r: -np.inf if r.reward is None else r.reward)
-            ids = [*group.prompt_ids.tolist(), *best.token_ids.tolist()]
-            self.probe_ids = tuple(ids[-PROBE_TOKENS:])
+        ends = [end for group in trained[-PROBED_GROUPS:] for end in _best_and_worst(group)]
+        mine = self._sequences_logprobs(ends, adapter=True)
+        base = self._sequences_logprobs(ends, adapter=False)
+        apart = [float(np.linalg.norm(a - b)) for a, b in zip(mine, base, strict=True)]
+        chosen = int(np.argmax(apart))
+        self.probe_ids = ends[chosen]
+        self._probed_base = (ends[chosen], base[chosen])
 
 
 class _Totals:
@@ -406,6 +416,22 @@ class _Totals:
             "base_kl": sums["base_kl"] / tokens,
             "entropy": sums["entropy"] / tokens,
         }
+
+
+def _best_and_worst(group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The last PROBE_TOKENS tokens, prompt included, of the rollouts with the most and the least reward."""
+    rewards = [math.nan if one.reward is None else one.reward for one in group.rollouts]
+    best, worst = np.nanargmax(rewards), np.nanargmin(rewards)
+    sequences = [[*group.prompt_ids, *group.rollouts[i].token_ids] for i in (best, worst)]
+    ends = [tuple(int(one) for one in ids[-PROBE_TOKENS:]) for ids in sequences]
+    return ends[0], ends[1]
+
+
+def _whole(index: int, token_ids: Sequence[int]) -> Sample:
+    """All but the first token are predicted, none is trained."""
+    ids = np.asarray(token_ids, dtype=np.int32)
+    blank = np.zeros(len(ids) - 1, dtype=np.float32)
+    return Sample(index, ids[:1], ids[1:], blank, blank > 0.0, advantage=0.0)
 
 
 def _reward_stats(groups: Sequence[Group]) -> dict[str, Any]:
