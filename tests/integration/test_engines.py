@@ -41,7 +41,7 @@ from tests.tools.tiny_model import (
 from tests.tools.vllm_process import API_KEY, VLLMProcess
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -528,6 +528,47 @@ async def test_a_higher_rank_or_other_modules_than_the_runs_are_refused(
         await engine.load(NAMES.version(), folder)
 
 
+def keep_as_bfloat16(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = {key: one.to(torch.bfloat16) for key, one in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def scale_by(**config: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        keep_as_bfloat16,
+        scale_by(use_rslora=True),
+        scale_by(lora_alpha=6.5),
+        scale_by(alpha_pattern={"v_proj": 3}),
+    ],
+    ids=["bfloat16", "rslora", "alpha", "alpha_pattern"],
+)
+async def test_an_adapter_is_served_as_what_it_is(
+    engine: Engine, model: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """In its own precision and at its own scale, as transformers and peft apply it."""
+    version = NAMES.version()
+    folder = build_adapter(tmp_path / "adapter", model, seed=5)
+    ids = encode(PROMPTS[2])
+    unchanged = Reference(model, {FIRST: folder, SECOND: folder}).logprobs(FIRST, ids)
+    change(folder)
+    expected = Reference(model, {FIRST: folder, SECOND: folder}).logprobs(FIRST, ids)
+    assert np.abs(unchanged - expected).max() > 1e-3  # or the change could be passed over
+    assert await engine.load(version, folder) == 4
+    scores = await engine.score(version, ids)
+    await engine.unload(version)
+    assert np.abs(scores - expected).max() < 1e-4
+
+
 # ---- requests --------------------------------------------------------------------------------------
 
 
@@ -732,6 +773,53 @@ async def test_a_spec_that_does_not_fit_is_a_config_error(
     engine = make_engine(name, spec_for(model, **changes))
     with pytest.raises(ConfigError, match=message):
         await engine.start()
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ("q_proj", "lm_head")}, "lora.target_modules = 'lm_head': leave the"),
+        ({"target_modules": ("qkv_proj",)}, "lora.target_modules = 'qkv_proj': the model has"),
+        ({"lora_rank": 1024}, "lora.rank = 1024: vLLM serves ranks up to 512"),
+        ({"vllm": {"logprobs_mode": "raw_logprobs"}}, "worker.vllm.logprobs_mode = 'raw_logprobs'"),
+        ({"vllm": {"generation_config": "auto"}}, "worker.vllm.generation_config = 'auto': leave"),
+        (
+            {"vllm": {"override_generation_config": {"top_p": 0.9}}},
+            "worker.vllm.override_generation_config = {'top_p': 0.9}: leave it out: behaviour",
+        ),
+        ({"vllm": {"dtype": "bfloat16"}}, "worker.vllm.dtype = 'bfloat16': set model.dtype"),
+        ({"vllm": {"lora_target_modules": ["q_proj"]}}, "worker.vllm.lora_target_modules = "),
+    ],
+)
+@pytest.mark.parametrize("name", [VLLM])
+async def test_what_vllm_would_serve_otherwise_than_it_is_trained_is_a_config_error(
+    model: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    engine = make_engine(name, spec_for(model, **changes))
+    with pytest.raises(ConfigError) as caught:
+        await engine.start()
+    assert str(caught.value).startswith(message)
+    await engine.close()
+
+
+@pytest.mark.parametrize("name", [VLLM])
+async def test_a_module_that_vllm_puts_no_adapter_on_is_named_at_the_start(
+    model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault put in: a vLLM that has a place for q_proj alone. It would serve half an adapter without a word."""
+    from spotgrpo.producer.engines import vllm
+
+    whole = vllm.engine_arguments
+
+    def without_o(*args: Any) -> dict[str, Any]:
+        return whole(*args) | {"lora_target_modules": ["q_proj"]}
+
+    monkeypatch.setattr(vllm, "engine_arguments", without_o)
+    engine = make_engine(name, spec_for(model, target_modules=("q_proj", "o_proj")))
+    with pytest.raises(ConfigError, match="vLLM puts no adapter on o_proj of this model") as caught:
+        await engine.start()
+    assert caught.value.key == "lora.target_modules"
     await engine.close()
 
 
