@@ -19,7 +19,7 @@ from safetensors.torch import load  # noqa: E402
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM  # noqa: E402
 
 from spotgrpo.consumer import logprobs as scoring  # noqa: E402
-from spotgrpo.consumer.trainer import Trainer  # noqa: E402
+from spotgrpo.consumer.trainer import PROBE_TOKENS, Trainer  # noqa: E402
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig  # noqa: E402
 from spotgrpo.shared.errors import ConfigError, IntegrityError  # noqa: E402
 from spotgrpo.shared.ids import PolicyVersion, TaskId  # noqa: E402
@@ -221,9 +221,37 @@ def test_steps_raise_the_probability_of_what_is_rewarded(tiny: Path) -> None:
     assert after[0][0] > before[0][0] + 0.5
     assert after[1][0] < before[1][0]
     probe = trainer.probe()
-    assert probe.token_ids[-1] == good
-    assert probe.version_logprobs[-1] == pytest.approx(after[0][0], abs=1e-4)
-    assert probe.base_logprobs[-1] == pytest.approx(before[0][0], abs=1e-4)
+    place = [good, bad].index(probe.token_ids[-1])
+    assert probe.version_logprobs[-1] == pytest.approx(after[place][0], abs=1e-4)
+    assert probe.base_logprobs[-1] == pytest.approx(before[place][0], abs=1e-4)
+
+
+def test_a_probe_is_chosen_where_version_and_base_differ_most_and_then_kept(tiny: Path) -> None:
+    trainer = make(tiny, learning_rate=2e-3)
+
+    def apart(ids: Sequence[int]) -> float:
+        mine, base = (trainer.sequence_logprobs(ids, adapter=which) for which in (True, False))
+        return float(np.linalg.norm(mine - base))
+
+    chosen = []
+    for step in range(18):
+        groups = [group(3 * step + index) for index in range(3)]
+        ends = [
+            tuple([*each.prompt_ids.tolist(), *one.token_ids.tolist()][-PROBE_TOKENS:])
+            for each in groups
+            for one in each.rollouts[:2]  # the first of the best, and of the worst
+        ]
+        differ = [apart(ids) for ids in ends]
+        trainer.step(groups)
+        probe = trainer.probe()
+        if step and trainer.probe_ids != chosen[-1]:  # at step 0 version and base are the same
+            assert trainer.probe_ids == ends[int(np.argmax(differ))]
+        chosen.append(trainer.probe_ids)
+        np.testing.assert_allclose(
+            probe.base_logprobs, trainer.sequence_logprobs(chosen[-1], adapter=False), atol=1e-5
+        )
+    changes = [step for step in range(1, 18) if chosen[step] != chosen[step - 1]]
+    assert changes == [1, 2, 4, 8, 16]
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tiny: Path) -> None:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 16
 PROBE_EVERY = 8
 """Versions that share the tokens of their probe; the first ones less, since they have just begun to differ."""
-PROBED_GROUPS = 4
+PROBED_GROUPS = 8
 """Of a step, whose rollouts are tried for a new probe: their tokens are few beside the step's own."""
 FIRST_PROBE_IDS = tuple(range(2, 2 + PROBE_TOKENS))
 """Probe of a version that has trained nothing yet; it is the base on any tokens."""
