@@ -209,6 +209,12 @@ def test_the_sentence_names_queue_tasks_workers_and_a_few_last_reports() -> None
     assert text.endswith("and 2 more")
 
 
+def test_workers_in_quarantine_are_named_since_their_groups_make_no_step() -> None:
+    text = scene(*[BUSY] * 2, quarantined=[f"q{number}" for number in range(6)])
+    assert "groups of q0, q1, q2, q3 and 2 more are not trained" in text
+    assert "quarantine" not in scene(*[BUSY] * 2)
+
+
 # ---- standby and retries ------------------------------------------------------------------------------------------
 
 

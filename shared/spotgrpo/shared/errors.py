@@ -6,7 +6,7 @@
     ├── TransientError      retried with jittered backoff; at start up to a deadline (exit 3), later for ever
     │   ├── BrokerUnavailable
     │   └── StoreUnavailable
-    ├── IntegrityError      keep serving the old version and alarm (exit 5 at start)
+    ├── IntegrityError      keep serving the old version and alarm (exit 5 at start, or where what is served turned)
     ├── NotStored           an object is not in the bucket: superseded, so read latest.json again
     └── Fenced              another learner took the run over (exit 4)
 
