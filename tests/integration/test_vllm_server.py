@@ -19,6 +19,8 @@ from spotgrpo.producer.engines.base import (
 )
 from spotgrpo.producer.engines.registry import make_engine
 from spotgrpo.producer.engines.vllm_server import VLLMServerEngine
+from spotgrpo.producer.evaluate import Evaluation
+from spotgrpo.shared.config import Config
 from spotgrpo.shared.errors import ConfigError, IntegrityError, SpotGRPOError, TransientError
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.wire import Sampling
@@ -346,16 +348,6 @@ async def test_a_folder_is_named_as_the_servers_see_it(
     assert list(servers[0].loaded.values()) == ["/mnt/adapters/adapter"]
 
 
-async def test_a_server_without_lora_is_a_config_error_with_its_flags(
-    servers: list[FakeVLLM], start: Any, adapter: Path
-) -> None:
-    servers[1].has_lora = False
-    engine = await start(*servers)
-    flags = "start it with --enable-lora --max-lora-rank 4 --max-loras 5"
-    with pytest.raises(ConfigError, match=flags):
-        await engine.load(FIRST, adapter)
-
-
 async def test_a_folder_that_a_server_cannot_see_is_a_config_error(
     servers: list[FakeVLLM], start: Any, adapter: Path
 ) -> None:
@@ -379,6 +371,7 @@ async def test_a_folder_that_a_server_cannot_see_is_a_config_error(
         ({"model": "/models/other"}, r"it serves /models/other: start it with --model"),
         ({"max_context": 256}, r"it takes 256 tokens: start it with --max-model-len 512"),
         ({"can_load": False}, r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"),
+        ({"has_lora": False}, "with --enable-lora --max-lora-rank 4 --max-loras 5 "),
         ({"is_raw": True}, r"ignore the temperature: start it with --logprobs-mode processed"),
         ({"gives_logits": True}, r"gives logits for logprobs: start it with --logprobs-mode proc"),
         ({"knows_token_ids": False}, r"give a vLLM server, 0\.32 or newer"),
@@ -422,3 +415,38 @@ async def test_something_that_is_no_vllm_server_is_refused(start: Any, model: Pa
     with pytest.raises(ConfigError, match="lists no base model"):
         await start(server)
     await server.kill()
+
+
+# ---- what is not a worker --------------------------------------------------------------------------
+
+
+async def test_an_evaluation_asks_the_servers_and_shares_its_adapters_with_them(
+    servers: list[FakeVLLM], model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "1 + 1 = "}\n{"prompt": "2 + 2 = "}\n')
+    (tmp_path / "rewards.py").write_text(
+        "def one(completions, **_):\n    return [1.0] * len(completions)\n"
+    )
+    config = Config.model_validate(
+        {
+            "run": {"id": "r"},
+            "broker": {"url": "amqp://nobody"},
+            "bucket": {"url": "s3://nothing"},
+            "model": {"name": str(model)},
+            "data": {"path": "questions.jsonl"},
+            "rewards": [{"function": "rewards.py:one"}],
+            "sampling": {"max_new_tokens": 4},
+            "worker": {
+                "engine": "vllm-server",
+                "servers": [servers[0].url],
+                "cache_dir": tmp_path / "cache",
+                "server_adapter_dir": "/mnt/cache",
+            },
+        }
+    )
+    found = await Evaluation(config, tmp_path, adapter).run(tmp_path / "questions.jsonl")
+    assert found["engine"] == "vllm-server"
+    assert len(streams(servers[0])) == 4  # two questions, to the base and to the adapter
+    assert len({asked["model"] for asked in streams(servers[0])}) == 2
+    assert [path.rpartition("/")[2] for path in servers[0].ever_loaded] == ["base", "adapter"]
+    assert all(path.startswith("/mnt/cache/") for path in servers[0].ever_loaded)

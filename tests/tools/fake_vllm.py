@@ -13,6 +13,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from spotgrpo.producer.engines.server_check import NOWHERE
+
 VOCABULARY: Final = 90
 FIRST_ID: Final = 10
 """Lower ids are special ones that end a completion."""
@@ -28,7 +30,7 @@ def token_after(token_ids: list[int]) -> int:
 
 def logprob_of(token_id: int, temperature: float) -> float:
     """Spread grows as temperature falls, as it does."""
-    return -token_id / 10 / temperature
+    return -token_id / 10 / (temperature or 1.0)
 
 
 @dataclass
@@ -37,6 +39,7 @@ class FakeVLLM:
 
     Attributes:
         loaded: path of every adapter, by name.
+        ever_loaded: every path that was loaded, in order.
         token_s: seconds a token takes.
         dies_after: tokens of a stream after which its connection is cut, once a stream; None: never.
         hangs_after: tokens of a stream after which nothing comes any more.
@@ -56,6 +59,7 @@ class FakeVLLM:
     knows_token_ids: bool = True
     sees_adapters: bool = True
     loaded: dict[str, str] = field(default_factory=dict)
+    ever_loaded: list[str] = field(default_factory=list)
     unloaded: list[str] = field(default_factory=list)
     token_s: float = 0.002
     dies_after: int | None = None
@@ -145,11 +149,12 @@ class FakeVLLM:
             return 400, _error("Both 'lora_name' and 'lora_path' must be provided.", 400)
         if not self.has_lora:
             return 500, _error("Worker failed with error 'LoRA is not enabled.'", 500)
-        if not self.sees_adapters:
+        if not self.sees_adapters or path.startswith(NOWHERE):
             return 404, _error(f"Loading lora {name} failed: No adapter found for {path}", 404)
         if name in self.loaded:
             return 400, _error("has already been loaded", 400)
         self.loaded[name] = path
+        self.ever_loaded.append(path)
         return 200, {}
 
     # ---- completions -----------------------------------------------------------------------------------

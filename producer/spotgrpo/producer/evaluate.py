@@ -12,13 +12,13 @@ import argparse
 import asyncio
 import json
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from spotgrpo.producer.engines.base import Engine, EngineSpec, GenerationRequest
+from spotgrpo.producer.cache import cache_folder
+from spotgrpo.producer.engines.base import Engine, EngineSpec, GenerationRequest, ServersSpec
 from spotgrpo.producer.engines.registry import make_engine
 from spotgrpo.producer.rewards import Rewards
 from spotgrpo.shared.config import Config
@@ -152,6 +152,7 @@ def engine_spec(config: Config, adapter: Path) -> EngineSpec:
         device=config.worker.device,
         threads=config.worker.threads,
         vllm=config.worker.vllm,
+        servers=ServersSpec.of(config.worker),
     )
 
 
@@ -170,11 +171,15 @@ class Evaluation:
         questions = read_questions(heldout, column, self._tokenizer)
         await self._engine.start()
         try:
-            with tempfile.TemporaryDirectory(prefix="spotgrpo-evaluate-") as scratch:
-                zeroed = Path(scratch, "base")
+            with cache_folder(self._config.worker.cache_dir) as scratch:
+                scratch.chmod(0o755)  # servers may be another user's, and see no folder but this
+                zeroed, adapter = scratch / "base", scratch / "adapter"
                 write_zeroed(self._adapter, zeroed)
+                adapter.mkdir()
+                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                    shutil.copyfile(self._adapter / name, adapter / name)
                 before = await self._ask(BASE, zeroed, questions)
-                after = await self._ask(ADAPTER, self._adapter, questions)
+                after = await self._ask(ADAPTER, adapter, questions)
         finally:
             await self._engine.close()
         return self._document(questions, before, after)

@@ -22,14 +22,15 @@ from spotgrpo.shared.config import ModelConfig
 from spotgrpo.shared.errors import BrokerUnavailable, ConfigError, NotStored, StoreUnavailable
 from spotgrpo.shared.fingerprint import base_fingerprint, tokenizer_fingerprint
 from spotgrpo.shared.ids import Keys, Queues
-from spotgrpo.shared.manifest import RunDocument
+from spotgrpo.shared.manifest import LoraIdentity, RunDocument
 from spotgrpo.shared.rabbitmq import RabbitMQBroker
 from spotgrpo.shared.s3 import S3Store
 from spotgrpo.shared.tokenizing import load_tokenizer
 from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
 
 if TYPE_CHECKING:
-    from spotgrpo.shared.config import WorkerConfig, WorkerView
+    from spotgrpo.producer.engines.base import Engine
+    from spotgrpo.shared.config import WorkerView
     from spotgrpo.shared.ports import Broker, ObjectStore
     from spotgrpo.shared.stopping import Stopping
 
@@ -73,6 +74,7 @@ def _run(view: WorkerView, base_dir: Path, stopping: Stopping) -> None:
         )
         if document is None:
             return
+        check_lora(view, document)
         log.info("loading model, tokenizer and rewards of run %s", document.run)
         with aloud("the model's files, its tokenizer and the reward code to load", warn_s):
             model = model_of(view, document)
@@ -149,6 +151,24 @@ def wait_for_queues(broker: Broker, queues: Queues, stopping: Stopping, warn_s: 
     return False
 
 
+def check_lora(view: WorkerView, document: RunDocument) -> None:
+    """Hold a worker's own ``lora`` table, as far as it has one, against the run's.
+
+    Raises:
+        ConfigError: they differ: it is another run's, or was changed after this one began.
+    """
+    lora = view.lora
+    for name in sorted(lora.model_fields_set & LoraIdentity.model_fields.keys()) if lora else ():
+        here, there = getattr(lora, name), getattr(document.lora, name)
+        if isinstance(here, str):  # all-linear: the learner has found out which those are
+            continue
+        if isinstance(here, list):
+            here = sorted({target.rsplit(".", 1)[-1] for target in here})
+        if here != there:
+            remedy = f"run.json of {document.run} has {there!r}: give that, or another run.id"
+            raise ConfigError(f"lora.{name}", here, remedy)
+
+
 def model_of(view: WorkerView, document: RunDocument) -> ModelConfig:
     """The base model: the worker's own ``model`` table where it has one, else what ``run.json`` names.
 
@@ -202,18 +222,7 @@ def engine_spec(view: WorkerView, document: RunDocument, model: ModelConfig) -> 
         device=worker.device,
         threads=worker.threads,
         vllm=worker.vllm,
-        servers=_servers(worker),
-    )
-
-
-def _servers(worker: WorkerConfig) -> ServersSpec:
-    key = worker.server_api_key
-    return ServersSpec(
-        urls=tuple(worker.servers),
-        api_key=key.get_secret_value() if key else None,
-        timeout_s=worker.server_timeout_s,
-        shared_dir=worker.cache_dir,
-        server_dir=worker.server_adapter_dir,
+        servers=ServersSpec.of(worker),
     )
 
 
@@ -222,6 +231,22 @@ def _precision(spec: EngineSpec) -> str:
     if spec.vllm.get("quantization"):
         return "bfloat16"
     return str(spec.vllm.get("dtype", spec.dtype))
+
+
+async def has_started(engine: Engine, stopping: Stopping) -> bool:
+    """Start ``engine``; False, and it is closed, where ``stopping`` is set first. Raises what its start raises."""
+    starting = asyncio.create_task(engine.start())
+    stopped = asyncio.create_task(stopping.wait_async())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+    if not starting.cancelled():
+        starting.result()
+        return True
+    await engine.close()
+    return False
 
 
 async def _work(
@@ -240,7 +265,9 @@ async def _work(
     log.info("loading engine %s with %s (minutes for a big model)", engine.name, spec.model)
     started = time.monotonic()
     with aloud(f"engine {engine.name} to start", view.log.stall_warn_s):
-        await engine.start()
+        if not await has_started(engine, stopping):
+            log.info("told to stop before engine %s had started", engine.name)
+            return
     log.info(
         "engine %s %s is ready after %.1f s",
         engine.name,

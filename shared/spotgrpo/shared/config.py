@@ -440,6 +440,9 @@ class WorkerView(Section):
     broker: BrokerConfig
     bucket: BucketConfig
     model: ModelConfig | None = None
+    lora: Annotated[
+        LoraConfig | None, Field(description="Held against run.json, which decides.")
+    ] = None
     rewards: Annotated[
         list[RewardConfig], Field(description="Overrides run.json where files lie elsewhere.")
     ] = []

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
+    from spotgrpo.shared.config import WorkerConfig
     from spotgrpo.shared.ids import PolicyVersion
     from spotgrpo.shared.wire import Finish, Float32Array, Sampling
 
@@ -40,6 +41,18 @@ class ServersSpec:
     timeout_s: float = 120.0
     shared_dir: Path | None = None
     server_dir: str | None = None
+
+    @classmethod
+    def of(cls, worker: WorkerConfig) -> ServersSpec:
+        """What a worker's table says of them."""
+        key = worker.server_api_key
+        return cls(
+            urls=tuple(worker.servers),
+            api_key=key.get_secret_value() if key else None,
+            timeout_s=worker.server_timeout_s,
+            shared_dir=worker.cache_dir,
+            server_dir=worker.server_adapter_dir,
+        )
 
 
 @dataclass(frozen=True)

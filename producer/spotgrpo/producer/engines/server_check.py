@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 KEY: Final = "worker.servers"
 SETTING: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 LORA_FLAGS: Final = "--enable-lora --max-lora-rank {rank} --max-loras {versions}"
+NOWHERE: Final = "/nonexistent/spotgrpo"
+"""No server has an adapter there."""
 PROCESSED: Final = "start it with --logprobs-mode processed_logprobs"
 HOT: Final = 2.0
 """A temperature that halves the distances between logprobs."""
@@ -48,14 +51,28 @@ async def check_server(api: ServerApi, demands: Demands) -> str:
         ConfigError: the server cannot serve this run as it was started.
         ServerLost: it does not answer.
     """
+    base = await check_access(api, demands.lora_flags)
     try:
-        base = _base_of(api, await api.models())
         _check_base(api, base, demands)
-        await _check_lora(api, demands)
         await _check_logprobs(api, base.name, demands)
     except ServerRefused as exc:
         raise _meaning(api, exc) from exc
     return base.name
+
+
+async def check_access(api: ServerApi, lora_flags: str) -> Card:
+    """The base model of a server that lets us in and loads adapters, whatever run it is for.
+
+    Raises:
+        ConfigError: it does not, as it was started.
+        ServerLost: it does not answer.
+    """
+    try:
+        base = _base_of(api, await api.models())
+        await _check_lora(api, lora_flags)
+    except ServerRefused as exc:
+        raise _meaning(api, exc) from exc
+    return base
 
 
 def _meaning(api: ServerApi, refused: ServerRefused) -> SpotGRPOError:
@@ -94,18 +111,22 @@ def _last_part(model: str) -> str:
     return cached.rsplit("--", 1)[-1] if cached else parts[-1]
 
 
-async def _check_lora(api: ServerApi, demands: Demands) -> None:
-    """Load an adapter without name and place: refused in any case, but in other words where none may be loaded."""
+async def _check_lora(api: ServerApi, lora_flags: str) -> None:
+    """Load an adapter without name and place, and one from nowhere: refused in any case, but in different words."""
     try:
         await api.load("", "")
     except ServerRefused as exc:
         if exc.status in (404, 405):
-            remedy = f"start it with {SETTING} and {demands.lora_flags}"
-            raise ConfigError(
-                KEY, api.url, f"it loads no adapters while it runs: {remedy}"
-            ) from exc
+            remedy = f"it loads no adapters while it runs: start it with {SETTING} and {lora_flags}"
+            raise ConfigError(KEY, api.url, remedy) from exc
         if exc.status not in (400, 422):
             raise
+    try:
+        await api.load("spotgrpo-check", f"{NOWHERE}-{secrets.token_hex(8)}")
+    except ServerRefused as exc:
+        if "not enabled" in exc.why:
+            remedy = f"it serves no adapters: start it with {lora_flags} ({exc.why})"
+            raise ConfigError(KEY, api.url, remedy) from exc
 
 
 async def _check_logprobs(api: ServerApi, base: str, demands: Demands) -> None:
