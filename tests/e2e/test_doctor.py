@@ -70,6 +70,20 @@ def test_one_wrong_password_hides_no_other_finding(
     assert checks["bucket"].state == "ok"
 
 
+def test_a_vllm_server_that_does_not_answer_is_a_finding(
+    rabbitmq_server: PrivateRabbitMQ, s3_server: PrivateS3
+) -> None:
+    environ = environment(rabbitmq_server, s3_server) | {
+        "SPOTGRPO_WORKER__ENGINE": "vllm-server",
+        "SPOTGRPO_WORKER__SERVERS": "['http://127.0.0.1:1']",
+    }
+    code, checks = doctor(environ)
+    assert code == 3
+    assert checks["vllm server"].state == "unreached"
+    assert "http://127.0.0.1:1: " in checks["vllm server"].detail
+    assert checks["broker"].state == "ok"
+
+
 def test_a_misspelt_variable_is_a_finding_beside_those_about_the_machine(
     rabbitmq_server: PrivateRabbitMQ, s3_server: PrivateS3
 ) -> None:

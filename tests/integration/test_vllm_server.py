@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
+from spotgrpo.cli.vllm_servers import look_at_servers
 from spotgrpo.producer.engines import server_pool, vllm_server
 from spotgrpo.producer.engines.base import (
     EngineSpec,
@@ -18,9 +19,10 @@ from spotgrpo.producer.engines.base import (
     ServersSpec,
 )
 from spotgrpo.producer.engines.registry import make_engine
+from spotgrpo.producer.engines.server_check import Demands
 from spotgrpo.producer.engines.vllm_server import VLLMServerEngine
 from spotgrpo.producer.evaluate import Evaluation
-from spotgrpo.shared.config import Config
+from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import ConfigError, IntegrityError, SpotGRPOError, TransientError
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.wire import Sampling
@@ -418,6 +420,47 @@ async def test_something_that_is_no_vllm_server_is_refused(start: Any, model: Pa
 
 
 # ---- what is not a worker --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "state", "said"),
+    [
+        ({}, None, "ok", "vLLM 0.0.1 with "),
+        ({"api_key": "right"}, "right", "ok", "loads adapters, logprobs at the sampling"),
+        ({"api_key": "right"}, "wrong", "fail", "give the key that"),
+        ({"has_lora": False}, None, "fail", "--enable-lora --max-lora-rank 4 --max-loras 4"),
+        ({"can_load": False}, None, "fail", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        ({"model": "/models/other"}, None, "fail", "it serves /models/other: start it with"),
+        ({"is_raw": True}, None, "fail", "--logprobs-mode processed_logprobs"),
+        ({"port": 1}, None, "unreached", "http://127.0.0.1:1: "),
+    ],
+)
+async def test_the_doctor_says_what_is_wrong_with_each_server(
+    servers: list[FakeVLLM], model: Path, changes: dict[str, Any], key: str, state: str, said: str
+) -> None:
+    vars(servers[1]).update(changes)
+    view = WorkerView.model_validate(
+        {
+            "run": {"id": "r"},
+            "broker": {"url": "amqp://nobody"},
+            "bucket": {"url": "s3://nothing"},
+            "worker": {
+                "engine": "vllm-server",
+                "servers": [server.url for server in servers],
+                "server_api_key": key,
+            },
+        }
+    )
+    demands = Demands(str(model), max_context=512, vocabulary=90, lora_rank=4, versions=4)
+    sound, checked = await look_at_servers(view, demands)
+    assert (sound.state, checked.state) == ("ok", state)
+    assert said in f"{checked.detail} {checked.remedy}"
+    assert not servers[1].loaded
+    assert key is None or key not in f"{checked.detail} {checked.remedy}"
+    if state == "ok":
+        (_, unknown) = await look_at_servers(view, None)
+        assert unknown.state == "warn"
+        assert "neither the model nor run.json" in unknown.remedy
 
 
 async def test_an_evaluation_asks_the_servers_and_shares_its_adapters_with_them(

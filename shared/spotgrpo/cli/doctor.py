@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from spotgrpo.cli import inputs, machine, servers
+from spotgrpo.cli import inputs, machine, servers, vllm_servers
 from spotgrpo.cli.checks import Check, Finding, State, exit_code, from_error, run_checks
 from spotgrpo.cli.errors import exit_on_errors
 from spotgrpo.cli.options import AsJson, Sets, folder_of, load, print_json
@@ -53,7 +53,7 @@ def command(
     as_json: AsJson = False,
     worker: ForWorker = False,
 ) -> None:
-    """Check installation, broker, bucket, clock, model, GPU, data and rewards, and say what to do.
+    """Check installation, broker, bucket, clock, vLLM servers, model, GPU, data and rewards, and say what to do.
 
     Changes nothing of a run: what it writes is scratch and is removed. Exits 2 where something failed, 3 where
     only a server did not answer.
@@ -112,6 +112,8 @@ def _findings(config: Config | WorkerView, folder: Path) -> list[tuple[str, Find
         ("broker", lambda: servers.check_broker(config)),
         ("bucket", lambda: servers.check_bucket(config)),
     ]
+    if config.worker.engine == "vllm-server":
+        found.append((vllm_servers.NAME, lambda: vllm_servers.check_vllm_servers(config)))
     if isinstance(config, Config):
         checks = inputs.InputChecks(config, folder)
         found += [
