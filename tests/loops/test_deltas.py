@@ -310,6 +310,10 @@ def test_a_version_that_grew_from_another_one_than_the_last_stored_offers_none()
     maker = making.DeltaMaker(wanted=True)
     files = {ADAPTER_WEIGHTS: weights(1)}
     maker.stored(PolicyVersion(1, 1), files)
+    stored: list[str] = []
     for parent in (PolicyVersion(1, 0), PolicyVersion(2, 1), None):
-        assert maker.begin(parent, files).result() is None
-    assert maker.begin(PolicyVersion(1, 1), files).result() is not None
+        assert maker.begin(parent, files, lambda name, _: stored.append(name)).result() is None
+    assert not stored
+    found = maker.begin(PolicyVersion(1, 1), files, lambda name, _: stored.append(name)).result()
+    assert found is not None
+    assert stored == [found.name]

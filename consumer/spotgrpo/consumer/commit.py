@@ -105,11 +105,14 @@ class BucketWriter:
 
     def store_version(self, new: NewVersion) -> Stored:
         """Files first, the manifest last: a version without one does not exist."""
-        making = self._deltas.begin(new.parent, new.files)
-        for name, body in new.files.items():
+
+        def store(name: str, body: bytes) -> None:
             self._create(self._keys.version(new.version, name), body)
-        if delta := making.result():
-            self._create(self._keys.version(new.version, delta.entry.name), delta.body)
+
+        making = self._deltas.begin(new.parent, new.files, store)
+        for name, body in new.files.items():
+            store(name, body)
+        delta = making.result()
         reached(Step.LEARNER_UPLOADED)
         manifest = Manifest(
             run=self._keys.run,
@@ -123,7 +126,7 @@ class BucketWriter:
             base_sha256=new.base_sha256,
             probe=new.probe(),
             created_at=time.time(),
-            delta=delta.entry if delta else None,
+            delta=delta,
         ).to_bytes()
         key = self._keys.manifest(new.version)
         self._create(key, manifest)

@@ -11,19 +11,11 @@ from spotgrpo.shared.manifest import ADAPTER_WEIGHTS, DeltaEntry, sha256_hex
 from spotgrpo.shared.threads import start
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from spotgrpo.shared.ids import PolicyVersion
 
 DELTA_FILE: Final = "adapter_model.delta"
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The object, and how the manifest names it."""
-
-    entry: DeltaEntry
-    body: bytes
 
 
 @dataclass(frozen=True)
@@ -47,15 +39,21 @@ class DeltaMaker:
         self._last: _Weights | None = None
 
     def begin(
-        self, parent: PolicyVersion | None, files: Mapping[str, bytes]
-    ) -> Future[Delta | None]:
-        """Make the delta of a new version on a thread, while its files are stored; None where there is none."""
+        self,
+        parent: PolicyVersion | None,
+        files: Mapping[str, bytes],
+        store: Callable[[str, bytes], None],
+    ) -> Future[DeltaEntry | None]:
+        """Make and ``store`` the delta of a new version on a thread, beside its files.
+
+        What comes is how the manifest names it, once it is stored; None where there is no delta.
+        """
         last, body = self._last, files.get(ADAPTER_WEIGHTS)
         if last is None or last.version != parent or body is None:
-            nothing: Future[Delta | None] = Future()
+            nothing: Future[DeltaEntry | None] = Future()
             nothing.set_result(None)
             return nothing
-        return start(lambda: _delta(last, body), "delta")
+        return start(lambda: _store_delta(last, body, store), "delta")
 
     def stored(self, version: PolicyVersion, files: Mapping[str, bytes]) -> None:
         """The version is in the bucket: the next one's delta is against it."""
@@ -64,15 +62,17 @@ class DeltaMaker:
             self._last = _Weights(version, body, sha256_hex(body))
 
 
-def _delta(parent: _Weights, new: bytes) -> Delta | None:
+def _store_delta(
+    parent: _Weights, new: bytes, store: Callable[[str, bytes], None]
+) -> DeltaEntry | None:
     body = encode_delta(parent.body, new)
     if body is None:
         return None
-    entry = DeltaEntry(
+    store(DELTA_FILE, body)
+    return DeltaEntry(
         name=DELTA_FILE,
         size=len(body),
         sha256=sha256_hex(body),
         parent=str(parent.version),
         parent_sha256=parent.sha256,
     )
-    return Delta(entry, body)
