@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,34 +19,24 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from peft import PeftModel  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
+from safetensors.torch import load_file, save_file
 
-from spotgrpo.producer.engines.adapter import Adapter  # noqa: E402
-from spotgrpo.producer.engines.base import Engine, EngineSpec, GenerationRequest  # noqa: E402
-from spotgrpo.producer.engines.registry import make_engine  # noqa: E402
-from spotgrpo.producer.policy import PolicyWatcher  # noqa: E402
-from spotgrpo.shared.ids import Keys, PolicyVersion  # noqa: E402
-from spotgrpo.shared.manifest import (  # noqa: E402
-    Durable,
-    FileEntry,
-    Latest,
-    Manifest,
-    Probe,
-    Serving,
-    sha256_hex,
-)
-from spotgrpo.shared.memory.store import MemoryStore  # noqa: E402
-from spotgrpo.shared.wire import Sampling  # noqa: E402
-from tests.tools.loop_world import RUN, config_of, document_of  # noqa: E402
-from tests.tools.tiny_model import build_adapter, build_tiny_model  # noqa: E402
+from spotgrpo.producer.engines.adapter import Adapter
+from spotgrpo.producer.engines.base import Engine, EngineSpec, GenerationRequest
+from spotgrpo.producer.engines.registry import make_engine
+from spotgrpo.producer.policy import PolicyWatcher
+from spotgrpo.shared.ids import PolicyVersion
+from spotgrpo.shared.manifest import Probe
+from spotgrpo.shared.wire import Sampling
+from tests.tools.loop_world import config_of, document_of
+from tests.tools.tiny_model import build_adapter, build_tiny_model, plain_logprobs
+from tests.tools.version_bucket import BASE, VersionBucket, files_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -53,9 +45,8 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
-BASE = "0" * 64
-"""The base model's digest in run.json."""
 KEEP = 3
+RANK = 64
 TOLERANCE = 1e-3
 WEIGHTS = "adapter_model.safetensors"
 PROMPT = tuple(range(10, 60))
@@ -69,18 +60,6 @@ VLLM = pytest.param(
         ),
     ],
 )
-
-
-def plain(model: Path, adapter: Path | None, ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Logprobs of ``ids[1:]`` by transformers and peft alone."""
-    network: Any = LlamaForCausalLM.from_pretrained(model)
-    if adapter is not None:
-        network = PeftModel.from_pretrained(network, adapter)
-    tokens = torch.tensor([list(ids)])
-    with torch.no_grad():
-        table = torch.log_softmax(network.eval()(tokens).logits[0, :-1].float(), dim=-1)
-    found: np.ndarray[Any, Any] = table.gather(1, tokens[0, 1:, None])[:, 0].numpy()
-    return found
 
 
 @dataclass
@@ -108,69 +87,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     )
 
 
-class FaultyStore(MemoryStore):
-    """Flips a byte of one object on its way down."""
-
-    flipped = ""
-
-    def get(self, key: str) -> Any:
-        stored = super().get(key)
-        if key != self.flipped:
-            return stored
-        middle = len(stored.body) // 2
-        body = stored.body[:middle] + bytes([stored.body[middle] ^ 1]) + stored.body[middle + 1 :]
-        return type(stored)(body, stored.etag)
-
-
 @dataclass
-class Bucket:
-    """What a learner has written, as far as a worker's policy watcher looks."""
+class Bucket(VersionBucket):
+    """Folders go in as they are."""
 
-    folders: Folders
-    store: FaultyStore = field(default_factory=FaultyStore)
-    keys: Keys = field(default_factory=lambda: Keys(RUN))
-    etag: str | None = None
-
-    def probe(self, adapter: Path, model: Path | None = None) -> Probe:
-        """As a learner on ``model`` makes it, which is the run's unless another is given."""
-        of = model or self.folders.model
-        return Probe(
-            token_ids=list(PROMPT),
-            version_logprobs=plain(of, adapter, PROMPT).tolist(),
-            base_logprobs=plain(of, None, PROMPT).tolist(),
-        )
-
-    def commit(
+    def put(
         self, version: PolicyVersion, adapter: Path, probe: Probe | None, base_sha256: str = BASE
     ) -> None:
-        """Store a version and let ``latest.json`` serve it."""
-        files = {path.name: path.read_bytes() for path in adapter.iterdir() if path.suffix != ".md"}
-        for name, body in files.items():
-            self.store.create(self.keys.version(version, name), body)
-        manifest = Manifest(
-            run=RUN,
-            version=version.number,
-            epoch=version.epoch,
-            files=[
-                FileEntry(name=name, size=len(body), sha256=sha256_hex(body))
-                for name, body in files.items()
-            ],
-            modules=4,
-            base_sha256=base_sha256,
-            probe=probe,
-        ).to_bytes()
-        key = self.keys.manifest(version)
-        self.store.create(key, manifest)
-        named = {"version": version.number, "epoch": version.epoch}
-        serving = Serving(manifest=key, sha256=sha256_hex(manifest), **named)
-        durable = Durable(
-            manifest=key, manifest_sha256=serving.sha256, state="s", state_sha256=BASE, ledger="l",
-            ledger_sha256=BASE, **named,
-        )  # fmt: skip
-        latest = Latest(
-            epoch=version.epoch, writer="w", nonce=str(version), serving=serving, durable=durable
-        )
-        self.etag = self.store.compare_and_swap(self.keys.latest, latest.to_bytes(), self.etag)
+        self.commit(version, files_of(adapter), probe, base_sha256=base_sha256)
+
+
+def probe_of(model: Path, adapter: Path) -> Probe:
+    """As a learner on ``model`` makes it."""
+    return Probe(
+        token_ids=list(PROMPT),
+        version_logprobs=plain_logprobs(model, adapter, PROMPT).tolist(),
+        base_logprobs=plain_logprobs(model, None, PROMPT).tolist(),
+    )
 
 
 class Epochs:
@@ -189,7 +122,7 @@ class Epochs:
 async def engine(request: pytest.FixtureRequest, folders: Folders) -> AsyncIterator[Engine]:
     spec = EngineSpec(
         model=str(folders.model),
-        lora_rank=4,
+        lora_rank=RANK,
         lora_alpha=8.0,
         target_modules=("q_proj", "v_proj"),
         max_versions=KEEP,
@@ -203,8 +136,8 @@ async def engine(request: pytest.FixtureRequest, folders: Folders) -> AsyncItera
 
 
 @pytest.fixture
-def bucket(folders: Folders) -> Bucket:
-    return Bucket(folders)
+def bucket() -> Bucket:
+    return Bucket()
 
 
 @contextlib.asynccontextmanager
@@ -277,7 +210,7 @@ async def error_of(engine: Engine, version: PolicyVersion, model: Path, adapter:
 
 
 def error(got: Answer, model: Path, adapter: Path) -> float:
-    expected = plain(model, adapter, [*PROMPT, *got.token_ids])[len(PROMPT) - 1 :]
+    expected = plain_logprobs(model, adapter, [*PROMPT, *got.token_ids])[len(PROMPT) - 1 :]
     return float(np.abs(expected - np.array(got.logprobs)).max())
 
 
@@ -298,7 +231,7 @@ async def test_a_version_is_proven_and_answers_with_its_weights(
 ) -> None:
     version = Epochs.next()
     async with watching(engine, bucket, tmp_path) as watcher:
-        bucket.commit(version(1), folders.one, bucket.probe(folders.one))
+        bucket.put(version(1), folders.one, probe_of(folders.model, folders.one))
         await serves(watcher, version(1))
         assert watcher.counts.probes == {"pass": 1}
         assert await error_of(engine, version(1), folders.model, folders.one) < TOLERANCE
@@ -311,7 +244,7 @@ async def test_requests_keep_their_version_while_others_are_adopted_and_it_goes_
     version = Epochs.next()
     got = [Answer() for _ in range(8)]
     async with watching(engine, bucket, tmp_path) as watcher:
-        bucket.commit(version(1), folders.one, None)
+        bucket.put(version(1), folders.one, None)
         await serves(watcher, version(1))
         first = watcher.current
         assert first is not None
@@ -320,7 +253,7 @@ async def test_requests_keep_their_version_while_others_are_adopted_and_it_goes_
         for stream, its in zip(streams, got, strict=True):
             await listen(stream, its, tokens=3)
         for number in range(2, 2 + KEEP):
-            bucket.commit(version(number), folders.two, None)
+            bucket.put(version(number), folders.two, None)
             await serves(watcher, version(number))
         assert watcher.loaded(version(1)) is first
         assert watcher.loaded(version(2)) is None
@@ -332,7 +265,7 @@ async def test_requests_keep_their_version_while_others_are_adopted_and_it_goes_
         newest = version(1 + KEEP)
         assert await error_of(engine, newest, folders.model, folders.two) < TOLERANCE
         watcher.release(first)
-        bucket.commit(version(9), folders.one, None)
+        bucket.put(version(9), folders.one, None)
         await until(lambda: watcher.loaded(version(1)) is None)
         await serves(watcher, version(9))
 
@@ -360,12 +293,12 @@ async def test_an_adapter_whose_names_do_not_match_is_refused_and_the_one_before
     version = Epochs.next()
     misnamed = with_other_names(folders.two, tmp_path / "misnamed")
     async with watching(engine, bucket, tmp_path / "cache") as watcher:
-        bucket.commit(version(1), folders.one, None)
+        bucket.put(version(1), folders.one, None)
         await serves(watcher, version(1))
-        bucket.commit(version(2), misnamed, bucket.probe(folders.two))
+        bucket.put(version(2), misnamed, probe_of(folders.model, folders.two))
         await refuses(watcher, "has no linear module model.blocks.0")
         assert await error_of(engine, version(1), folders.model, folders.one) < TOLERANCE
-        bucket.commit(version(3), folders.two, bucket.probe(folders.two))
+        bucket.put(version(3), folders.two, probe_of(folders.model, folders.two))
         await serves(watcher, version(3))
         assert watcher.counts.probes == {"pass": 1}
 
@@ -387,9 +320,9 @@ async def test_an_adapter_that_the_engine_passes_over_is_caught_by_its_count_and
     if "count" in blind:
         monkeypatch.setattr(engine, "_census", lambda _: 4)
     async with watching(engine, bucket, tmp_path / "cache") as watcher:
-        bucket.commit(version(1), folders.one, None)
+        bucket.put(version(1), folders.one, None)
         await serves(watcher, version(1))
-        bucket.commit(version(2), misnamed, bucket.probe(folders.two))
+        bucket.put(version(2), misnamed, probe_of(folders.model, folders.two))
         why = "it serves the base, or another model" if blind else "0 of 4 modules took it"
         await refuses(watcher, why)
         assert watcher.current is not None
@@ -402,14 +335,14 @@ async def test_a_download_with_a_flipped_byte_is_refused(
 ) -> None:
     version = Epochs.next()
     async with watching(engine, bucket, tmp_path) as watcher:
-        bucket.commit(version(1), folders.one, None)
+        bucket.put(version(1), folders.one, None)
         await serves(watcher, version(1))
         bucket.store.flipped = bucket.keys.version(version(2), WEIGHTS)
-        bucket.commit(version(2), folders.two, None)
+        bucket.put(version(2), folders.two, None)
         await refuses(watcher, "its bytes are not those of the gi")
         assert await error_of(engine, version(1), folders.model, folders.one) < TOLERANCE
         bucket.store.flipped = ""
-        bucket.commit(version(3), folders.two, None)
+        bucket.put(version(3), folders.two, None)
         await serves(watcher, version(3))
 
 
@@ -422,9 +355,9 @@ async def test_a_file_with_the_right_digest_and_foreign_shapes_is_refused(
     tensors = load_file(narrow / WEIGHTS)
     save_file({key: one[..., :2].contiguous() for key, one in tensors.items()}, narrow / WEIGHTS)
     async with watching(engine, bucket, tmp_path / "cache") as watcher:
-        bucket.commit(version(1), folders.one, None)
+        bucket.put(version(1), folders.one, None)
         await serves(watcher, version(1))
-        bucket.commit(version(2), narrow, None)
+        bucket.put(version(2), narrow, None)
         await refuses(watcher, "has shapes A")
         assert await error_of(engine, version(1), folders.model, folders.one) < TOLERANCE
 
@@ -433,13 +366,13 @@ async def test_an_adapter_of_another_base_is_refused_by_its_digest_and_by_its_pr
     engine: Engine, bucket: Bucket, folders: Folders, tmp_path: Path
 ) -> None:
     version = Epochs.next()
-    probe = bucket.probe(folders.of_other, folders.other_model)
+    probe = probe_of(folders.other_model, folders.of_other)
     async with watching(engine, bucket, tmp_path) as watcher:
-        bucket.commit(version(1), folders.one, None)
+        bucket.put(version(1), folders.one, None)
         await serves(watcher, version(1))
-        bucket.commit(version(2), folders.of_other, probe, base_sha256="f" * 64)
+        bucket.put(version(2), folders.of_other, probe, base_sha256="f" * 64)
         await refuses(watcher, "is for another base model")
-        bucket.commit(version(3), folders.of_other, probe)
+        bucket.put(version(3), folders.of_other, probe)
         await until(lambda: watcher.counts.refused == 2)
         assert "it serves the base, or another model" in watcher.refused_why
         assert watcher.counts.probes == {"fail": 1}
@@ -452,7 +385,55 @@ async def test_weights_of_another_version_under_the_right_names_are_refused_by_t
     """Every digest is right, every module takes it: it is the learner who mixed up two files."""
     version = Epochs.next()
     async with watching(engine, bucket, tmp_path) as watcher:
-        bucket.commit(version(1), folders.one, None)
+        bucket.put(version(1), folders.one, None)
         await serves(watcher, version(1))
-        bucket.commit(version(2), folders.one, bucket.probe(folders.two))
+        bucket.put(version(2), folders.one, probe_of(folders.model, folders.two))
         await refuses(watcher, "it serves the base, or another model")
+
+
+# ---- many ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process and its engine hold."""
+
+    adapters: int
+    folders: int
+    files: int
+    rss_mb: float
+
+    @classmethod
+    def now(cls, engine: Any, cache: Path) -> Held:
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(
+            adapters=len(engine._engine.list_loras())
+            if engine.name == "vllm"
+            else len(engine._model.peft_config) - 1,  # one is always there, and empty
+            folders=len(list(cache.iterdir())),
+            files=len(list(Path("/proc/self/fd").iterdir())),
+            rss_mb=pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        )
+
+
+async def test_many_adoptions_leave_nothing_behind(
+    engine: Engine, bucket: Bucket, folders: Folders, tmp_path: Path
+) -> None:
+    """500 of them: benchmarks/adoptions.py. What 50 would leave of these adapters is 11 MB."""
+    version = Epochs.next()
+    files = files_of(build_adapter(tmp_path / "big", folders.model, rank=RANK))
+    cache = tmp_path / "cache"
+    points = []
+    async with watching(engine, bucket, cache) as watcher:
+        for number in range(1, 71):
+            bucket.commit(version(number), files)
+            await serves(watcher, version(number))
+            await listen(engine.submit(request(version(number), tokens=2)), Answer())
+            bucket.forget(version(max(0, number - KEEP)))
+            if number in (20, 70):
+                points.append(await asyncio.to_thread(Held.now, engine, cache))
+    early, late = points
+    assert late.adapters == late.folders == KEEP
+    assert late.files == early.files
+    assert late.rss_mb - early.rss_mb < 5

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import string
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    import numpy as np
 
 PAD: Final = "<pad>"
 END_OF_TEXT: Final = "<|end|>"
@@ -121,3 +123,15 @@ def build_adapter(
                 torch.nn.init.normal_(parameter, std=scale)
     adapted.save_pretrained(folder)
     return folder
+
+
+def plain_logprobs(model: Path, adapter: Path | None, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Logprobs of ``ids[1:]`` at temperature 1 by transformers and peft alone: one sequence, no cache, no batch."""
+    network: Any = LlamaForCausalLM.from_pretrained(model)
+    if adapter is not None:
+        network = PeftModel.from_pretrained(network, adapter)
+    tokens = torch.tensor([list(ids)])
+    with torch.no_grad():
+        table = torch.log_softmax(network.eval()(tokens).logits[0, :-1].float(), dim=-1)
+    found: np.ndarray[Any, Any] = table.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    return found
