@@ -63,8 +63,8 @@ class StepStats:
     """What one optimizer step did.
 
     Attributes:
-        version: number of the version it made.
-        skipped: True where the weights stayed as they were: nothing to train, or a loss or gradient not finite.
+        version: number of the version that the weights are now.
+        skipped: True where they stayed as they were: nothing to train, or a loss or gradient not finite.
         loss: as the run's ``[loss]`` has it; of most near 0 on policy whatever the progress.
         grad_norm: before clipping.
         ratio_mean, ratio_max: importance ratios π/μ of the trained tokens, before any clip or truncation.
@@ -76,6 +76,7 @@ class StepStats:
         base_kl: mean of the estimates of KL to the base (nats); 0 where the loss has no such term.
         entropy: mean over trained tokens, of the distribution they were sampled from (nats).
         reward_mean, reward_std: over all scored rollouts, flat groups included.
+        advantage_std, advantage_max: over trained rollouts; the latter is the greatest size.
         groups, flat: groups that were trained, and those without a gradient.
         tokens: trained tokens; ``input_tokens`` those that went through the model, ``rows`` and ``batches`` in how
             many rows and forward passes; ``over_budget`` sequences longer than the token budget.
@@ -100,6 +101,8 @@ class StepStats:
     entropy: float
     reward_mean: float
     reward_std: float
+    advantage_std: float
+    advantage_max: float
     groups: int
     flat: int
     tokens: int
@@ -202,8 +205,8 @@ class Trainer:
     def step(self, groups: Sequence[Group]) -> StepStats:
         """Take one optimizer step on ``groups`` and make the next version.
 
-        Groups without a gradient are passed over; ``steps_done`` advances whatever happens, since it is the number of
-        the version and of the schedule's step. A loss or gradient that is not finite leaves the weights as they are.
+        Groups without a gradient are passed over. Where that leaves none, or loss or gradient are not finite, the step
+        is skipped: nothing of :meth:`state` changes, so that version and schedule count steps that were taken.
         """
         started = time.monotonic()
         plan = plan_step(groups, self._objective, self.steps_done)
@@ -215,19 +218,19 @@ class Trainer:
             for batch in packed.batches:
                 total.add(*self._backward(batch, plan, m2_bound, fits))
             reached(Step.LEARNER_STEPPING)
+            total.norm = self._clip_gradient()
+        is_taken = total.trained > 0 and total.finite
+        if is_taken:
             self._choose_probe(plan.groups)
-            self._update(total, rate)
-        self.steps_done += 1
-        if total.trained and not total.finite:
-            log.warning(
-                "step %d skipped: loss %s, norm %s", self.steps_done, total.loss, total.norm
-            )
+            self._update(rate)
+        self._optimizer.zero_grad(set_to_none=True)
         return StepStats(
             version=self.steps_done,
-            skipped=not (total.trained and total.finite),
+            skipped=not is_taken,
             learning_rate=rate,
             **total.means(),
             **_reward_stats(groups),
+            **_advantage_stats(plan.samples),
             **_size_stats(packed),
             groups=len(plan.groups),
             flat=plan.flat,
@@ -347,20 +350,22 @@ class Trainer:
     def _gradient_scale(self) -> float:
         return HALF_SCALE if self._base.dtype == torch.float16 else 1.0
 
-    def _update(self, total: _Totals, rate: float) -> None:
-        """Clip the gradient and step, unless something is not finite; ``total`` gets the norm before clipping."""
+    def _clip_gradient(self) -> float:
+        """Clip the gradient; returns its norm before."""
         parameters = list(self._parameters.values())
         if self._gradient_scale != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad /= self._gradient_scale
         limit = self._config.max_grad_norm
-        total.norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-        if total.finite:
-            for options in self._optimizer.param_groups:
-                options["lr"] = rate
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+    def _update(self, rate: float) -> None:
+        """Step with the gradient as it is."""
+        for options in self._optimizer.param_groups:
+            options["lr"] = rate
+        self._optimizer.step()
+        self.steps_done += 1
 
     def _choose_probe(self, trained: Sequence[Group]) -> None:
         """Of some groups' best and worst rollouts, the end at which this version differs most from the base.
@@ -439,6 +444,14 @@ def _reward_stats(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "reward_mean": float(np.mean(rewards)) if rewards else 0.0,
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
+    }
+
+
+def _advantage_stats(samples: Sequence[Sample]) -> dict[str, Any]:
+    advantages = [sample.advantage for sample in samples]
+    return {
+        "advantage_std": float(np.std(advantages)) if advantages else 0.0,
+        "advantage_max": max(map(abs, advantages), default=0.0),
     }
 
 
