@@ -241,6 +241,43 @@ def test_prefetch_bounds_what_is_unsettled(broker: Broker) -> None:
     consumer.ack([first.handle])
 
 
+def test_one_delivery_beyond_the_window_comes_when_it_is_asked_for(broker: Broker) -> None:
+    publish(broker, b"1", b"2", b"3", b"4", b"5")
+    consumer = broker.consumer(broker.queues.tasks, 2)
+    got = [take(consumer) for _ in range(2)]
+    assert consumer.take(BRIEFLY_S) is None
+    for body in (b"3", b"4"):
+        consumer.ask_beyond()
+        got.append(take(consumer))
+        assert (got[-1].message.body, got[-1].redelivered) == (body, False)
+        assert consumer.take(BRIEFLY_S) is None
+    consumer.ack([got[3].handle, got[1].handle, got[0].handle])  # the window has room again
+    assert take(consumer).message.body == b"5"
+    consumer.close()
+    other = broker.consumer(broker.queues.tasks, 8)
+    assert sorted(bodies(other, 2)) == [b"3", b"5"]
+    assert other.take(BRIEFLY_S) is None
+
+
+def test_asking_beyond_the_window_in_vain_changes_nothing(broker: Broker) -> None:
+    consumer = broker.consumer(broker.queues.tasks, 1)
+    consumer.ask_beyond()  # the window is open
+    publish(broker, b"1")
+    first = take(consumer)
+    for _ in range(2):
+        consumer.ask_beyond()  # the queue is empty
+        assert consumer.take(BRIEFLY_S) is None
+    publish(broker, b"2", b"3")
+    assert consumer.take(BRIEFLY_S) is None
+    consumer.ask_beyond()
+    assert take(consumer).message.body == b"2"
+    consumer.ask_beyond()
+    consumer.cancel()  # what may be on its way goes back
+    other = broker.consumer(broker.queues.tasks, 8)
+    assert bodies(other, 1) == [b"3"]
+    consumer.ack([first.handle])
+
+
 def test_acked_messages_are_gone_and_others_come_back_in_order(broker: Broker) -> None:
     publish(broker, b"1", b"2", b"3", b"4", b"5")
     consumer = broker.consumer(broker.queues.tasks, 8)

@@ -14,6 +14,7 @@ from spotgrpo.producer.engines.base import Chunk, GenerationRequest
 from spotgrpo.producer.engines.ends import Ends
 from spotgrpo.producer.partials import last_of_each
 from spotgrpo.producer.policy import Adopted, PolicyWatcher
+from spotgrpo.producer.room import Room
 from spotgrpo.producer.sampler import Draft, Sampler
 from spotgrpo.producer.saving import LEAST_PAUSE, pause_after
 from spotgrpo.producer.segments import (
@@ -127,7 +128,9 @@ async def sampled(
     assert adopted is not None
     with GroupVersions(policy, task, adopted, SegmentCounts(), switches=False) as versions:
         sampler = Sampler(engine, lambda tokens: None, segment_tokens)
-        group = await sampler.sample(task, versions, [Draft(seed) for seed in task.seeds])
+        with Room(5).seats(len(task.seeds)) as seats:
+            drafts = [Draft(seed) for seed in task.seeds]
+            group = await sampler.sample(task, versions, drafts, seats)
     assert adopted.in_flight == 0
     return [(one.token_ids.tolist(), one.logprobs.tolist(), one.finish) for one in group.rollouts]
 

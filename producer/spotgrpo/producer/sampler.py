@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from spotgrpo.producer.engines.base import Chunk, Engine, GenerationRequest, RequestRefused
+from spotgrpo.producer.room import Seats
 from spotgrpo.producer.segments import GroupVersions, is_border, segment_of
 from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 from spotgrpo.shared.ids import PolicyVersion
@@ -123,8 +124,12 @@ class Sampler:
         self._running: dict[str, asyncio.Task[Any]] = {}
         self.interrupted = False
 
-    async def sample(self, task: Task, versions: GroupVersions, drafts: Sequence[Draft]) -> Sampled:
-        """Bring all ``drafts`` of ``task`` to their end under ``versions``. Cancelling it aborts its requests.
+    async def sample(
+        self, task: Task, versions: GroupVersions, drafts: Sequence[Draft], seats: Seats
+    ) -> Sampled:
+        """Bring all ``drafts`` of ``task`` to their end under ``versions``, each in one of the ``seats`` while it runs.
+
+        Cancelling it aborts its requests.
 
         Raises:
             Aborted: the engine ended a request early, or :meth:`interrupt` did.
@@ -134,8 +139,11 @@ class Sampler:
         try:
             async with asyncio.TaskGroup() as group:
                 for draft in drafts:
-                    if draft.finish is None:
-                        group.create_task(self._carry_on(task, versions, draft))
+                    await seats.take()
+                    if draft.finish is None and not self.interrupted:
+                        group.create_task(self._seated(task, versions, draft, seats))
+                    else:
+                        seats.give_back()
         except ExceptionGroup as errors:
             # ConfigError: the prompt does not fit, which a request may say by that name too.
             refused, others = errors.split((RequestRefused, ConfigError))
@@ -159,6 +167,15 @@ class Sampler:
                 await self._engine.abort(request_id)
         if self._running:
             await asyncio.wait(self._running.values(), timeout=within_s)
+
+    async def _seated(
+        self, task: Task, versions: GroupVersions, draft: Draft, seats: Seats
+    ) -> None:
+        """A rollout in a place that was taken for it: the next one's as soon as it is over."""
+        try:
+            await self._carry_on(task, versions, draft)
+        finally:
+            seats.give_back()
 
     async def _carry_on(self, task: Task, versions: GroupVersions, draft: Draft) -> None:
         """Segment after segment, to the end of the rollout. Nothing is awaited between two of them."""

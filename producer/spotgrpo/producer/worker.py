@@ -10,14 +10,13 @@ on stop:      takes nothing more, finishes what it can in ``drain_s``, stores th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,7 +33,7 @@ from spotgrpo.producer.proving import Prover
 from spotgrpo.producer.publishing import Outlet
 from spotgrpo.producer.reports import Reporter
 from spotgrpo.producer.rewards import Rewards
-from spotgrpo.producer.room import Room
+from spotgrpo.producer.room import Room, Seats
 from spotgrpo.producer.sampler import Aborted, Sampled, Sampler
 from spotgrpo.producer.saving import Saver
 from spotgrpo.producer.segments import GroupVersions, SegmentCounts, too_old
@@ -55,8 +54,9 @@ LOOK_S = 1.0
 CLOSE_S = 5.0
 UNANSWERED_CLOSE_S = 0.5
 """For the last confirms and acks, and where the broker did not even answer the drain."""
-MOST_HELD = 2
-"""Prefetch windows of tasks held at most: those of a lost channel are worked on all the same, beside the new one's."""
+MOST_HELD = 3
+"""Prefetch windows of tasks held at most: those asked for beyond one window while the engine has room, and those of a
+lost channel, which are worked on all the same, beside the new one's."""
 
 
 class Decoder(Protocol):
@@ -104,7 +104,6 @@ class Worker:
         )
         self._tokens = self._groups = self._begun = 0
         self._last_token = time.monotonic()
-        self._submitted = 0
         self._is_draining = self._has_left = False
         self._saving: asyncio.Task[None] | None = None
         self._publisher = wiring.broker.publisher()
@@ -166,6 +165,8 @@ class Worker:
     async def _take_for_ever(self) -> None:
         while True:
             await self._room.nobody_waits()  # one task at most is begun without room for it
+            if self._could_begin_more():
+                self._consumer.ask_beyond()
             taking = asyncio.create_task(asyncio.to_thread(self._consumer.take, TAKE_S))
             try:
                 delivery = await asyncio.shield(taking)
@@ -174,6 +175,12 @@ class Worker:
                 raise
             if delivery is not None:
                 await self._begin(delivery)
+                await asyncio.sleep(0)  # so that it has asked for room
+
+    def _could_begin_more(self) -> bool:
+        """Whether the window holds up what the engine has room for: last rollouts and rewards use it up too."""
+        is_all_begun = all(job.drafts for job in self._jobs.values())
+        return is_all_begun and not self._publisher.blocked
 
     def _give_back(self, taking: asyncio.Task[Delivery | None]) -> None:
         """What came in the moment in which a drain began: nobody would know of it until the worker is gone."""
@@ -263,7 +270,8 @@ class Worker:
                 job.enter(Stage.ADOPTING)
                 await self._w.policy.at_least(task.min_version)
             job.enter(Stage.QUEUING)
-            async with self._room.taken(task.group_size):
+            with self._room.seats(task.group_size) as seats:
+                await seats.any()
                 adopted = self._version_for(task)
                 if adopted is None:
                     continue
@@ -272,21 +280,21 @@ class Worker:
                     task, found, adopted.version, self._w.policy.takeovers
                 )
                 try:
-                    return await self._generate(job, adopted)
+                    return await self._generate(job, adopted, seats)
                 except RequestRefused as exc:
                     if not any(draft.brought for draft in job.drafts):
                         raise
                     log.error("a partial of task %s is not used: %s", task.task_id, exc)
                     found = []
 
-    async def _generate(self, job: Job, adopted: Adopted) -> tuple[Adopted, Sampled]:
+    async def _generate(self, job: Job, adopted: Adopted, seats: Seats) -> tuple[Adopted, Sampled]:
         """The group, and the version that it was on at its end."""
         switches = self._w.config.inflight == "switch"
         versions = GroupVersions(
             self._w.policy, job.task, adopted, self._segments, switches=switches
         )
-        with versions, self._submitting(job.task.group_size):
-            sampled = await self._sampler.sample(job.task, versions, job.drafts)
+        with versions:
+            sampled = await self._sampler.sample(job.task, versions, job.drafts, seats)
         self._note_stale(job.task, sampled)
         return versions.adopted, sampled
 
@@ -312,14 +320,10 @@ class Worker:
         pinned = self._w.policy.loaded(task.pinned) if task.pinned else None
         return pinned or self._w.policy.serves(task.min_version)
 
-    @contextlib.contextmanager
-    def _submitting(self, sequences: int) -> Iterator[None]:
-        """Count what the engine owes tokens for."""
-        self._submitted += sequences
-        try:
-            yield
-        finally:
-            self._submitted -= sequences
+    @property
+    def _submitted(self) -> int:
+        """Sequences that the engine owes tokens for."""
+        return self._room.used
 
     async def _score(self, task: Task, adopted: Adopted, sampled: Sampled) -> Group:
         ids = [rollout.token_ids.tolist() for rollout in sampled.rollouts]

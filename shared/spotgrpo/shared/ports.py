@@ -138,6 +138,12 @@ class Consumer(Protocol):
         consumer for good (Fenced from ``authorize``, ConfigError from refused permissions).
         """
 
+    def ask_beyond(self) -> None:
+        """Ask for one delivery more where the prefetch window is used up. Returns at once, and nothing may come.
+
+        For a caller that has room for more than it is given: a bigger window would fill whether it has or not.
+        """
+
     def ack(self, handles: Sequence[Handle]) -> None:
         """Ack; handles of another generation than the live one are dropped. Returns at once."""
 

@@ -294,6 +294,15 @@ class MemoryConsumer:
             if again_s:
                 time.sleep(again_s if left is None else min(again_s, max(0.0, left)))
 
+    def ask_beyond(self) -> None:
+        """See ports.Consumer."""
+        with self._server.changed:
+            if self._queue is None or self._finished or self._buffer or self.has_room:
+                return
+            if self._queue.ready:
+                self.deliver(self._queue.ready.popleft())
+                self._server.changed.notify_all()
+
     def ack(self, handles: Sequence[Handle]) -> None:
         """See ports.Consumer."""
         with self._server.changed:

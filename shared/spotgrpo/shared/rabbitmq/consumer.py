@@ -56,6 +56,7 @@ class RabbitMQConsumer:
         self._channel: Channel | None = None
         self._consumer_tag: str | None = None
         self._outstanding: dict[int, None] = {}
+        self._is_getting = False
         self._channel_backoff = Backoff(LONGEST_CHANNEL_WAIT_S)
         self._said = ""
         self._link = Link(server, name, self)
@@ -72,6 +73,13 @@ class RabbitMQConsumer:
             if self._error is not None:
                 raise self._error
             return None
+
+    def ask_beyond(self) -> None:
+        """See ports.Consumer."""
+        with self._changed:
+            if self._buffer or self._finished:
+                return
+        self._link.call_soon(self._get_one)
 
     def ack(self, handles: Sequence[Handle]) -> None:
         """See ports.Consumer."""
@@ -146,6 +154,7 @@ class RabbitMQConsumer:
     def _on_channel_open(self, channel: Channel) -> None:
         self._channel = channel
         channel.add_on_cancel_callback(self._link.guard(self._on_cancelled_by_broker))
+        channel.add_callback(self._link.guard(self._on_nothing), [Basic.GetEmpty], one_shot=False)
         self._prepare(channel)
 
     def _prepare(self, channel: Channel) -> None:
@@ -209,6 +218,7 @@ class RabbitMQConsumer:
 
     def _drop_channel(self) -> None:
         self._channel = self._consumer_tag = None
+        self._is_getting = False
         self._outstanding.clear()
         with self._changed:
             self._generation = 0
@@ -225,7 +235,11 @@ class RabbitMQConsumer:
     # ---- the link's thread: messages -------------------------------------------------------------------------
 
     def _on_message(
-        self, channel: Channel, method: Basic.Deliver, properties: BasicProperties, body: bytes
+        self,
+        channel: Channel,
+        method: Basic.Deliver | Basic.GetOk,
+        properties: BasicProperties,
+        body: bytes,
     ) -> None:
         tag = method.delivery_tag or 0
         if not self._auto_ack:
@@ -241,6 +255,25 @@ class RabbitMQConsumer:
         if not self._auto_ack and channel.is_open:
             del self._outstanding[tag]
             channel.basic_reject(tag, requeue=True)
+
+    def _get_one(self) -> None:
+        """Ask for a message beyond the window, unless the broker sends or owes one anyhow."""
+        channel = self._channel
+        if channel is None or not channel.is_open or self._consumer_tag is None:
+            return
+        if len(self._outstanding) < self._prefetch or self._is_getting:
+            return
+        self._is_getting = True
+        channel.basic_get(self._queue, self._link.guard(self._on_got))
+
+    def _on_got(
+        self, channel: Channel, method: Basic.GetOk, properties: BasicProperties, body: bytes
+    ) -> None:
+        self._is_getting = False
+        self._on_message(channel, method, properties, body)
+
+    def _on_nothing(self, _frame: Method[Basic.GetEmpty]) -> None:
+        self._is_getting = False
 
     def _send_settlements(self) -> None:
         with self._changed:
