@@ -54,6 +54,7 @@ TOLERANCE = {"transformers": 1e-4, "vllm": 1e-3, "vllm-server": 1e-3}
 TARGETS = ("q_proj", "v_proj")
 PROMPTS = ("max(12, 45) = ", "Say", "The quick brown fox jumps over the lazy dog, twice: ")
 END_IDS = {1, 2}
+IN_FLIGHT = 32
 TOKENIZER = build_tokenizer()
 FIRST, SECOND = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
@@ -125,13 +126,17 @@ def request(
     )
 
 
-async def answer(engine: Engine, asked: GenerationRequest) -> Answer:
-    got = Answer()
+async def listen(engine: Engine, asked: GenerationRequest, got: Answer) -> None:
     async for chunk in engine.submit(asked):
         assert len(chunk.token_ids) == len(chunk.logprobs)
         got.token_ids += chunk.token_ids
         got.logprobs += chunk.logprobs
         got.finish = chunk.finish
+
+
+async def answer(engine: Engine, asked: GenerationRequest) -> Answer:
+    got = Answer()
+    await listen(engine, asked, got)
     return got
 
 
@@ -197,7 +202,7 @@ def spec_for(folder: Path, /, **changes: Any) -> EngineSpec:
         "lora_rank": 4,
         "lora_alpha": 8.0,
         "target_modules": TARGETS,
-        "max_inflight": 32,
+        "max_inflight": IN_FLIGHT,
         "threads": 1,
     }
     return EngineSpec(**(settings | changes))
@@ -307,6 +312,23 @@ async def test_scoring_goes_on_beside_running_requests(
     assert np.abs(scores - reference.logprobs(SECOND, ids)).max() < tolerance
     for each, task in zip(asked, running, strict=True):
         assert reference.error(each, await task) < tolerance
+
+
+async def test_scoring_does_not_wait_for_a_sequence_to_end_where_all_places_are_taken(
+    engine: Engine,
+) -> None:
+    if engine.name == "vllm-server":
+        pytest.skip("how many sequences a server takes is its own affair")
+    asked = [request("Say", seed=seed, max_new_tokens=60) for seed in range(IN_FLIGHT)]
+    heard = [Answer() for _ in asked]
+    running = [
+        asyncio.create_task(listen(engine, each, into))
+        for each, into in zip(asked, heard, strict=True)
+    ]
+    await engine.score(SECOND, encode(PROMPTS[1]))
+    assert not any(into.finish for into in heard)
+    await asyncio.gather(*running)
+    assert all(into.finish for into in heard)
 
 
 # ---- randomness ------------------------------------------------------------------------------------

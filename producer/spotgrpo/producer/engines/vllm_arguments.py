@@ -66,6 +66,10 @@ def _check(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"worker.vllm.{key}", value, RESERVED[key])
 
 
+PROBES: Final = 1
+"""Sequences beside those in flight: a probe would wait for one of them to end, and the new version with it."""
+
+
 def engine_arguments(spec: EngineSpec, base: BaseModel) -> dict[str, Any]:
     """Engine arguments of vLLM for ``spec``; ``spec.vllm`` wins over what is derived.
 
@@ -81,7 +85,7 @@ def engine_arguments(spec: EngineSpec, base: BaseModel) -> dict[str, Any]:
         "dtype": spec.dtype,
         "trust_remote_code": spec.trust_remote_code,
         "max_model_len": base.max_context,
-        "max_num_seqs": spec.max_inflight,
+        "max_num_seqs": spec.max_inflight + PROBES,
         "enable_lora": True,
         "max_loras": versions,
         "max_cpu_loras": versions,
