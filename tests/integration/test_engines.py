@@ -319,12 +319,17 @@ async def test_scoring_does_not_wait_for_a_sequence_to_end_where_all_places_are_
 ) -> None:
     if engine.name == "vllm-server":
         pytest.skip("how many sequences a server takes is its own affair")
-    asked = [request("Say", seed=seed, max_new_tokens=60) for seed in range(IN_FLIGHT)]
+    tried = [request("Say", seed=seed, max_new_tokens=60) for seed in range(3 * IN_FLIGHT)]
+    lengths = [len(each.token_ids) for each in await answers(engine, tried)]
+    longest = sorted(range(len(tried)), key=lambda seed: -lengths[seed])[:IN_FLIGHT]
+    asked = [request("Say", seed=seed, max_new_tokens=60) for seed in longest]
     heard = [Answer() for _ in asked]
     running = [
         asyncio.create_task(listen(engine, each, into))
         for each, into in zip(asked, heard, strict=True)
     ]
+    while not all(into.token_ids for into in heard):
+        await asyncio.sleep(0.001)
     await engine.score(SECOND, encode(PROMPTS[1]))
     assert not any(into.finish for into in heard)
     await asyncio.gather(*running)
