@@ -66,6 +66,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def text(self) -> str:
@@ -132,6 +133,7 @@ async def listen(engine: Engine, asked: GenerationRequest, got: Answer) -> None:
         got.token_ids += chunk.token_ids
         got.logprobs += chunk.logprobs
         got.finish = chunk.finish
+        got.begun.set()
 
 
 async def answer(engine: Engine, asked: GenerationRequest) -> Answer:
@@ -328,8 +330,7 @@ async def test_scoring_does_not_wait_for_a_sequence_to_end_where_all_places_are_
         asyncio.create_task(listen(engine, each, into))
         for each, into in zip(asked, heard, strict=True)
     ]
-    while not all(into.token_ids for into in heard):
-        await asyncio.sleep(0.001)
+    await asyncio.gather(*(into.begun.wait() for into in heard))
     await engine.score(SECOND, encode(PROMPTS[1]))
     assert not any(into.finish for into in heard)
     await asyncio.gather(*running)
