@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotgrpo.shared.errors import ConfigError, WireError
-from spotgrpo.shared.ids import Keys, PolicyVersion, Queues, TaskId, check_run_id
+from spotgrpo.shared.ids import (
+    FIRST_HELD_OUT,
+    MOST_HELD_OUT,
+    Keys,
+    PolicyVersion,
+    Queues,
+    TaskId,
+    check_run_id,
+    held_out_prompt,
+    held_out_task,
+)
 
 task_ids = st.builds(TaskId, st.integers(0, 10**12 - 1), st.integers(1, 9999))
 versions = st.builds(
@@ -177,3 +187,27 @@ def test_the_partials_of_an_attempt_are_not_those_of_another() -> None:
 def test_an_object_of_no_task_is_a_wire_error(name: str) -> None:
     with pytest.raises(WireError):
         Keys("r").task_of(f"r/partials/{name}")
+
+
+evaluated = st.tuples(
+    st.builds(PolicyVersion, epoch=st.integers(1, 9999), number=st.integers(0, 10**7)),
+    st.integers(0, MOST_HELD_OUT - 1),
+)
+
+
+@given(evaluated, evaluated)
+def test_a_held_out_task_has_an_id_of_its_own(
+    one: tuple[PolicyVersion, int], other: tuple[PolicyVersion, int]
+) -> None:
+    task = held_out_task(*one)
+    assert TaskId.parse(str(task)) == task
+    assert task.is_held_out
+    assert held_out_prompt(task) == one[1]
+    assert (task == held_out_task(*other)) == (one == other)
+
+
+def test_no_prompt_of_the_order_has_the_id_of_a_held_out_one() -> None:
+    assert not TaskId(FIRST_HELD_OUT - 1).is_held_out
+    assert held_out_task(PolicyVersion(1, 0), 0) == TaskId(FIRST_HELD_OUT)
+    with pytest.raises(ValueError, match="no prompt"):
+        held_out_task(PolicyVersion(1, 0), MOST_HELD_OUT)

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from spotgrpo.shared.eval_config import EvalConfig
 from spotgrpo.shared.ids import RUN_ID
 from spotgrpo.shared.loss_config import LossConfig
 from spotgrpo.shared.section import STRICT, NonNegative, Positive, Seconds
@@ -236,6 +237,19 @@ class TrainConfig(Section):
     """The optimizer step and its pacing."""
 
     max_steps: Annotated[Positive, Field(description="Policy versions to train.")] = 100
+    max_wall_s: Annotated[
+        Seconds | None,
+        Field(
+            description="End the run after so many seconds, all its learners' together; none: no limit."
+        ),
+    ] = None
+    target_reward: Annotated[
+        float | None,
+        Field(
+            allow_inf_nan=False,
+            description="End the run once an evaluation's mean reward reaches this; none: never.",
+        ),
+    ] = None
     groups_per_step: Annotated[Positive, Field(description="Groups of one optimizer step.")] = 8
     max_staleness: Annotated[
         int, Field(ge=0, description="Oldest lag, in versions, that is still trained.")
@@ -463,6 +477,45 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig = TrainConfig()
     loss: LossConfig = LossConfig()
+    eval: EvalConfig = EvalConfig()
     sync: SyncConfig = SyncConfig()
     worker: WorkerConfig = WorkerConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def held_out(self) -> DataConfig | None:
+        """Where held-out rows come from: as ``data``, but for what ``eval`` names. None without evaluations."""
+        return None if self.eval.every is None else _held_out(self.data, self.eval)
+
+    @field_validator("eval")
+    @classmethod
+    def _has_rows_of_its_own(cls, value: EvalConfig, info: ValidationInfo) -> EvalConfig:
+        data, train = info.data.get("data"), info.data.get("train")
+        if value.every is None:
+            if train is not None and train.target_reward is not None:
+                raise ValueError("train.target_reward needs eval.every, and held-out rows")
+        elif data is not None and not _is_held_out(data, _held_out(data, value)):
+            raise ValueError(
+                "held-out rows must not be those of training: give eval.path or eval.split, "
+                "for reasoning-gym another seed in eval.reasoning_gym_options"
+            )
+        return value
+
+
+def _held_out(data: DataConfig, given: EvalConfig) -> DataConfig:
+    own = {name: getattr(given, name) for name in ("name", "split", "revision")}
+    named = {name: value for name, value in own.items() if value is not None}
+    if given.path is not None:
+        others = data.model_dump(exclude={*own, "path", "reasoning_gym", "reasoning_gym_options"})
+        return DataConfig.model_validate({**others, **named, "path": given.path})
+    options = {**data.reasoning_gym_options, **given.reasoning_gym_options}
+    return data.model_copy(update={**named, "reasoning_gym_options": options})
+
+
+def _is_held_out(data: DataConfig, held_out: DataConfig) -> bool:
+    """Whether the rows are others, as far as settings can say."""
+    if held_out.reasoning_gym is not None:
+        seeds = [one.reasoning_gym_options.get("seed") for one in (data, held_out)]
+        return seeds[0] != seeds[1]
+    where = ("path", "name", "split", "revision")
+    return any(getattr(data, name) != getattr(held_out, name) for name in where)

@@ -14,6 +14,13 @@ TOPOLOGY = 1
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
+FIRST_HELD_OUT = 10**11
+"""Task indexes from here on are of held-out prompts: they are in no ledger, and no prompt order comes so far."""
+MOST_HELD_OUT = 10_000
+"""Held-out prompts of one evaluation."""
+LAST_ATTEMPT = 9999
+"""Ids of attempts beyond it cannot be spelled."""
+
 
 def check_run_id(run: str) -> str:
     """Return ``run`` if it can be part of a queue name and a bucket key, else raise ConfigError."""
@@ -45,6 +52,11 @@ class TaskId:
             raise WireError(f"task id {text[:60]!r} is not <index>.<attempt>")
         return found
 
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it asks a held-out prompt: outside the books."""
+        return self.index >= FIRST_HELD_OUT
+
     def next_attempt(self) -> TaskId:
         return TaskId(self.index, self.attempt + 1)
 
@@ -70,6 +82,22 @@ class PolicyVersion:
         if found is None or str(found) != text:
             raise WireError(f"policy version {text[:60]!r} is not v<number>.e<epoch>")
         return found
+
+
+def held_out_task(version: PolicyVersion, prompt: int) -> TaskId:
+    """The task that asks ``version`` the ``prompt``-th held-out prompt: the same whichever learner evaluates it.
+
+    Its epoch stands in the place of the attempt; so many takeovers apart, two of one number were given up long ago.
+    """
+    if not 0 <= prompt < MOST_HELD_OUT:
+        raise ValueError(f"an evaluation has no prompt {prompt}")
+    index = FIRST_HELD_OUT + version.number * MOST_HELD_OUT + prompt
+    return TaskId(index, 1 + (version.epoch - 1) % LAST_ATTEMPT)
+
+
+def held_out_prompt(task: TaskId) -> int:
+    """Which of the held-out prompts a task asks."""
+    return (task.index - FIRST_HELD_OUT) % MOST_HELD_OUT
 
 
 def lineage_version(version: PolicyVersion, takeovers: Mapping[int, int]) -> int:

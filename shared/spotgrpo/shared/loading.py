@@ -73,7 +73,8 @@ def load_config(
     """The configuration of ``path`` (None: no file), overridden by environment and ``sets``.
 
     Args:
-        path: a TOML. Where ``data.path``, ``model.name`` or ``broker.ca_file`` exists beside it, that is meant.
+        path: a TOML. Where ``data.path``, ``eval.path``, ``model.name`` or ``broker.ca_file`` exists beside it, that
+            is meant.
             Reward files stay as they are written: whoever resolves them is given the folder.
         sets: ``a.b=c``, values as in TOML, anything else as text; ``rewards.0.weight=2`` names an element.
         kind: Config, or WorkerView, which passes over the tables that only a learner reads.
@@ -143,11 +144,9 @@ def _resolve_paths(tree: Tree, folder: Path) -> None:
 
     Not those of reward files: ``run.json`` carries them to workers on other machines.
     """
-    data, model, broker = (
-        table if isinstance(table := tree.get(name), dict) else {}
-        for name in ("data", "model", "broker")
-    )
-    for table, key in ((data, "path"), (model, "name"), (broker, "ca_file")):
+    paths = (("data", "path"), ("eval", "path"), ("model", "name"), ("broker", "ca_file"))
+    for name, key in paths:
+        table = found if isinstance(found := tree.get(name), dict) else {}
         if isinstance(value := table.get(key), str) and value:
             table[key] = _beside(folder, value)
 
@@ -273,6 +272,8 @@ def _nearest(key: str) -> str | None:
     if near := difflib.get_close_matches(last, siblings, n=1):
         return siblings[near[0]]
     named = [o.key for o in options().values() if o.key.rpartition(".")[2] == last]
+    if named and not table:  # the tables that every run has come first
+        return named[0]
     candidates = named or [*options(), *(t for t in tables() if not t.endswith("*"))]
     near = difflib.get_close_matches(_starred(key.split(".")), candidates, n=1, cutoff=0.6)
     return near[0] if near else next(iter(named), None)

@@ -143,12 +143,33 @@ class Durable(NamedVersion):
     ledger_sha256: Sha256
 
 
+class BestVersion(Serving):
+    """The version with the best mean reward on held-out prompts; of equal ones the first."""
+
+    reward: float
+
+
+class Evaluated(Document):
+    """What evaluations on held-out prompts have found, up to the last that ended.
+
+    ``asked_sha256`` names what was asked: rewards of other prompts or another sampling do not compare. ``since_best``
+    counts evaluations after that of ``best``; ``reward`` is the last one's, None where it decided nothing.
+    """
+
+    asked_sha256: Sha256
+    last: NamedVersion
+    reward: float | None = None
+    best: BestVersion | None = None
+    since_best: Count = 0
+
+
 class Latest(SchemaDocument):
     """The one mutable object of a run; moved only by compare-and-swap.
 
     ``epoch`` is the active learner's; ``serving`` and ``durable`` may still name versions of an epoch before it.
     ``writer`` and ``nonce`` tell one learner's bytes from any other's. ``finished`` tells workers to leave.
     ``takeovers`` says, by epoch, from which version its learner resumed: newer ones of earlier epochs were given up.
+    ``wall_s`` are the seconds that learners have led the run, all together.
     """
 
     epoch: Annotated[int, Field(ge=1)]
@@ -159,6 +180,8 @@ class Latest(SchemaDocument):
     step_s: float = 0.0
     finished: bool = False
     takeovers: dict[int, int] = {}
+    wall_s: float = 0.0
+    evaluated: Evaluated | None = None
 
 
 class ModelIdentity(Document):
@@ -220,3 +243,5 @@ class RunDocument(SchemaDocument):
     max_context: int
     wire_schemas: tuple[int, int]
     created_at: float
+    evaluates: bool = False
+    """Whether workers keep room for the version that is evaluated."""
