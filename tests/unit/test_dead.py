@@ -133,7 +133,7 @@ def test_list_says_of_every_body_what_it_is_and_how_the_task_stands(
         str(RETRIED): "tried again",
         str(DEAD): "can be requeued",
         str(MALFORMED): "requeue asked for",
-        str(OPEN): "not settled yet",
+        str(OPEN): "not settled as dead",
         "unknown.abc": "no task",
     }
     assert "over the delivery limit" in found[str(DEAD)]["what"]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from spotgrpo.consumer.audit import read_latest, read_newest
-from spotgrpo.consumer.requeue import LAST_ATTEMPT, Fate, Past, encode_request, requested
+from spotgrpo.consumer.requeue import Fate, Past, encode_request, requested
 from spotgrpo.shared.errors import ConfigError, NotStored, WireError
-from spotgrpo.shared.ids import Keys, TaskId
+from spotgrpo.shared.ids import LAST_ATTEMPT, Keys, SkippedId, TaskId
 from spotgrpo.shared.manifest import sha256_hex
 from spotgrpo.shared.ports import ObjectInfo, ObjectStore
 from spotgrpo.shared.wire import Prompt, decode_group, decode_group_ref, decode_task
@@ -21,7 +21,7 @@ SHOWN: Final = 60
 """Characters of a prompt."""
 
 Stands = Literal[
-    "can be requeued", "requeue asked for", "tried again", "not settled yet", "no task"
+    "can be requeued", "requeue asked for", "tried again", "not settled as dead", "no task"
 ]
 
 
@@ -72,7 +72,7 @@ def list_dead(store: ObjectStore, keys: Keys) -> Listing:
     tasks = []
     for name, info in bodies.items():
         try:
-            what = describe(store, store.get(info.key).body)
+            what = describe(store, keys, store.get(info.key).body)
         except NotStored:
             continue  # dropped, or tried again, just now
         stands = _stands(past, name, is_asked=name in asked)
@@ -121,8 +121,11 @@ def drop(store: ObjectStore, keys: Keys, names: Sequence[str] | None) -> tuple[s
     return chosen
 
 
-def describe(store: ObjectStore, body: bytes) -> str:
+def describe(store: ObjectStore, keys: Keys, body: bytes) -> str:
     """What a body is: a task with the start of its prompt, or a group with what is wrong with it."""
+    step = _skipped(keys, body)
+    if step is not None:
+        return f"a group of a step that was skipped, not finite: `spotgrpo replay CONFIG {step}`"
     try:
         task = decode_task(body)
     except WireError:
@@ -158,6 +161,14 @@ def _whole(store: ObjectStore, body: bytes) -> bytes:
     return found
 
 
+def _skipped(keys: Keys, body: bytes) -> SkippedId | None:
+    """The skipped step whose record holds the group, where ``body`` refers to one."""
+    try:
+        return keys.skipped_of(decode_group_ref(body).key)
+    except WireError:
+        return None
+
+
 def _start(prompt: Prompt) -> str:
     """The start of a prompt on one line; of a chat's last message."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
@@ -174,7 +185,7 @@ def _stands(past: Past, name: str, *, is_asked: bool) -> Stands:
         "retried": "tried again",
         "requeued": "tried again",
     }
-    return stands.get(past.fate(task), "not settled yet")
+    return stands.get(past.fate(task), "not settled as dead")
 
 
 def _check_can_requeue(past: Past, name: str) -> None:

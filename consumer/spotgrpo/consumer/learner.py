@@ -21,6 +21,7 @@ from spotgrpo.consumer.requeue import Past, Requeues
 from spotgrpo.consumer.retention import Retention
 from spotgrpo.consumer.roster import Roster
 from spotgrpo.consumer.settlement import Settlement
+from spotgrpo.consumer.skips import Skips
 from spotgrpo.consumer.standby import Standby
 from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
 from spotgrpo.shared.asked_store import StoppableStore
@@ -164,6 +165,9 @@ class Learner:
             requeues=requeues,
             committer=committer,
             progress=self._progress,
+            skips=Skips(
+                self._stoppable, self._keys, w.config, taken.latest.epoch, stopping=w.stopping
+            ),
             roster=self._roster(stack),
             pacing=self._pacing,
             publisher=publisher,

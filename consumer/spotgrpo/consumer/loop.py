@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from spotgrpo.consumer.commit import Commit, NewVersion
 from spotgrpo.consumer.pacing import Pacing
 from spotgrpo.consumer.staleness import is_sampled_by
-from spotgrpo.shared.errors import SpotGRPOError, StoreUnavailable
+from spotgrpo.shared.errors import StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.ports import Message
 from spotgrpo.shared.steps import Step, reached
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from spotgrpo.consumer.retention import Retention
     from spotgrpo.consumer.roster import Roster
     from spotgrpo.consumer.settlement import Settlement
+    from spotgrpo.consumer.skips import Skips
     from spotgrpo.shared.ids import Queues
     from spotgrpo.shared.manifest import Latest, Probe
     from spotgrpo.shared.ports import LeaderConsumer, Publisher, QueueDepth
@@ -65,7 +66,7 @@ class TrainerPort(Protocol):
         """Token ids are below this."""
 
     def step(self, groups: Sequence[Group]) -> StepStats:
-        """One optimizer step on groups that have a signal."""
+        """One optimizer step on groups that have a signal; where it is skipped, nothing of ``state`` changes."""
 
     def adapter_files(self) -> dict[str, bytes]:
         """The PEFT folder of the weights as they are."""
@@ -155,6 +156,7 @@ class TrainingLoop:
     requeues: Requeues
     committer: Committer
     progress: Progress
+    skips: Skips
     roster: Roster
     pacing: Pacing
     publisher: Publisher
@@ -233,25 +235,46 @@ class TrainingLoop:
         )
 
     def _train_on(self, batch: list[HeldGroup]) -> None:
-        """One optimizer step and its commit on the way. A batch without any signal is settled without a step."""
+        """One optimizer step and its commit on the way. A batch that makes no version is settled without one."""
         started = time.monotonic()
         lags = [held.lag(self.version) for held in batch]
         trained = [held for held in batch if held.has_signal]
-        stats = self._step([held.group for held in trained]) if trained else None
-        if stats is not None:
-            self._note_fits(trained, stats)
+        stats = self.trainer.step([held.group for held in trained]) if trained else None
+        is_skipped = stats is not None and stats.skipped
+        if stats is not None and not self._note_step(trained, stats):
+            return  # told to stop: this step is redone
         reached(Step.LEARNER_STEPPED)
-        self.settlement.settle("trained", [held.task for held in trained])
+        self.settlement.settle("dead" if is_skipped else "trained", [held.task for held in trained])
         self.settlement.settle("flat", [held.task for held in batch if not held.has_signal])
         seconds = time.monotonic() - started
         if not self._land():
             return  # told to stop while the bucket is away: this step is redone
-        if trained:
+        if trained and not is_skipped:
             self._hand_over_version()
         else:
             self._commit(None, None)
         self.progress.stepped(self.version, stats, [held.group for held in batch], lags, seconds)
         self._report()
+        if self.skips.are_too_many and self._land():
+            raise self.skips.give_up()
+
+    def _note_step(self, trained: Sequence[HeldGroup], stats: StepStats) -> bool:
+        """What a step says of the workers; of one that was skipped, its batch is stored, False if told to stop first.
+
+        The weights that it was taken at are made durable before: a replay needs their trainer state.
+        """
+        if not stats.skipped:
+            self.skips.stepped()
+            self._note_fits(trained, stats)
+            return True
+        if not self._land():
+            return False
+        if self.committer.latest.serving.policy != self.committer.latest.durable.policy:
+            self._commit(None, None)
+            if not self._land():
+                return False
+        groups = [held.group for held in trained]
+        return self.skips.record(groups, stats, self.version, self.committer.latest.durable)
 
     def _note_fits(self, trained: Sequence[HeldGroup], stats: StepStats) -> None:
         """What the step says of the workers whose groups are of the weights that it was taken at."""
@@ -262,15 +285,6 @@ class TrainingLoop:
             if held.task in stats.fits and is_sampled_by(held.group, self.version, takeovers)
         ]
         self.watch.trained(fits, self.version)
-
-    def _step(self, groups: Sequence[Group]) -> StepStats:
-        stats = self.trainer.step(groups)
-        if stats.skipped:
-            raise SpotGRPOError(
-                f"loss or gradient of the step after version {self.version} is not finite; nothing of it is "
-                "committed, and its groups go back to the queue: lower train.learning_rate, look at the rewards"
-            )
-        return stats
 
     @property
     def _is_worth_a_commit(self) -> bool:

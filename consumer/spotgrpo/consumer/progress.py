@@ -108,6 +108,7 @@ class Progress:
     _version: int = 0
     _tokens_trained: int = 0
     _flat_batches: int = 0
+    _skipped: int = 0
     _say_flat_at: int = FLAT_BATCHES
     _final: dict[str, object] = field(default_factory=dict)
     _last_record: dict[str, Json] = field(default_factory=dict)
@@ -201,7 +202,7 @@ class Progress:
         lags: Sequence[Lag],
         seconds: float,
     ) -> None:
-        """A batch made ``version``, or was flat as a whole (``stats`` is None) and left it."""
+        """A batch made ``version``, or left it: flat as a whole (``stats`` is None), or a step that was skipped."""
         now = self.clock()
         whole = now - self._last_sign
         past = self.step_s or whole
@@ -211,12 +212,16 @@ class Progress:
             log.warning(
                 "%d sequences are longer than train.token_budget: each ran alone", stats.over_budget
             )
+        is_skipped = stats is not None and stats.skipped
+        self._skipped += is_skipped
         self._flat_batches = 0 if stats is not None else self._flat_batches + 1
         if self._flat_batches == self._say_flat_at:
             self._say_flat(groups)
         self._step = {
             "version": version,
             "groups": len(groups),
+            "skipped": is_skipped,
+            "steps_skipped": self._skipped,
             **_of_rollouts([rollout for group in groups for rollout in group.rollouts]),
             **_of_lags(lags),
             **_of_step(stats),
@@ -225,7 +230,7 @@ class Progress:
             "perf/rollout_wait_s": self._waits.rollouts,
             "perf/commit_wait_s": self._waits.commit,
         }
-        self._tokens_trained += sum(group.tokens for group in groups)
+        self._tokens_trained += 0 if is_skipped else sum(group.tokens for group in groups)
         self._waits = Waits()
 
     def _say_flat(self, groups: Sequence[Group]) -> None:
@@ -299,6 +304,7 @@ class Progress:
             "reward": last.get("reward"),
             "tokens_generated": last.get("tokens_received", 0),
             "tokens_trained": self._tokens_trained,
+            "steps_skipped": self._skipped,
             "groups_quarantined": last.get("groups_quarantined", 0),
             **self._final,
         }

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from spotgrpo.consumer.audit import read_parent
 from spotgrpo.consumer.ledger import Ledger
 from spotgrpo.shared.errors import Fenced, SpotGRPOError, WireError
-from spotgrpo.shared.ids import Keys, TaskId
+from spotgrpo.shared.ids import LAST_ATTEMPT, Keys, TaskId
 from spotgrpo.shared.ports import ObjectStore
 from spotgrpo.shared.wire import pack_body
 
@@ -31,8 +31,6 @@ LOOK_AGAIN_S: Final = 30.0
 LEDGERS_A_LOOK: Final = 64
 """Ledgers read at one look: a request for a task that died long ago must not hold a step up."""
 REFUSED: Final = "it is not dead, or was tried again already"
-LAST_ATTEMPT: Final = 9999
-"""Ids of attempts beyond it cannot be spelled."""
 
 
 def encode_request(task: TaskId) -> bytes:

@@ -1,10 +1,12 @@
 """What the bucket keeps: the newest versions of the lineage, every n-th for good, all ledgers, the newest state.
 
-And, of what workers store there (groups too big for a message, partials), that of tasks that are outstanding.
+And the batches of the newest skipped steps, with version and state that they were taken at; and, of what workers store
+there (groups too big for a message, partials), that of tasks that are outstanding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,7 @@ from typing import Final
 
 from spotgrpo.consumer.ledger import Ledger
 from spotgrpo.shared.errors import Fenced, SpotGRPOError, WireError
-from spotgrpo.shared.ids import Keys, PolicyVersion
+from spotgrpo.shared.ids import Keys, PolicyVersion, SkippedId
 from spotgrpo.shared.manifest import Latest
 from spotgrpo.shared.ports import ObjectInfo, ObjectStore
 
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 UNKNOWN_S: Final = 86_400.0
 """How long an object stays that workers stored for no task of this ledger."""
+SKIPPED_STEPS: Final = 3
+"""How many skipped steps can be replayed: as many as in a row end a run. Each may keep a trainer state."""
 
 
 class Retention:
@@ -55,8 +59,9 @@ class Retention:
         try:
             if superfluous:
                 self._store.delete(superfluous)
-            self._drop_states(latest)
-            self._drop_versions(latest)
+            replayed = self._drop_batches(latest)
+            self._drop_states(latest, replayed)
+            self._drop_versions(latest, replayed)
             self._drop_leftovers(ledger)
             if self._complained:
                 log.info("what is not needed any more can be deleted again")
@@ -68,25 +73,44 @@ class Retention:
                 log.warning("cannot delete what is not needed any more, it takes space: %s", exc)
             self._complained = True
 
-    def _drop_states(self, latest: Latest) -> None:
-        """All but the durable one; a newer epoch's belong to a learner that takes over just now."""
+    def _drop_batches(self, latest: Latest) -> set[int]:
+        """Of all but the newest skipped steps; returns the numbers of the versions that those left were taken at."""
+        steps: dict[SkippedId, list[str]] = {}
+        for info in self._store.list(self._keys.replays):
+            with contextlib.suppress(WireError):  # one that is not ours
+                steps.setdefault(self._keys.skipped_of(info.key), []).append(info.key)
+        mine = sorted(step for step in steps if step.epoch <= latest.epoch)
+        for step in mine[:-SKIPPED_STEPS]:
+            # step.json first: a record without it does not exist.
+            keys = sorted(steps.pop(step), key=lambda key: not key.endswith(".json"))
+            self._store.delete(keys[:1])
+            self._store.delete(keys[1:])
+        return {step.version for step in steps}
+
+    def _drop_states(self, latest: Latest, replayed: set[int]) -> None:
+        """All but the durable one and those of ``replayed`` version numbers.
+
+        A newer epoch's belong to a learner that takes over just now.
+        """
         old = []
         for info in self._store.list(self._keys.states):
             version = _version_of(
                 info.key.removeprefix(self._keys.states).removesuffix(".safetensors")
             )
-            if info.key != latest.durable.state and version and version.epoch <= latest.epoch:
+            is_ours = version is not None and version.epoch <= latest.epoch
+            is_needed = version is not None and version.number in replayed
+            if info.key != latest.durable.state and is_ours and not is_needed:
                 old.append(info.key)
         if old:
             self._store.delete(old)
 
-    def _drop_versions(self, latest: Latest) -> None:
+    def _drop_versions(self, latest: Latest, replayed: set[int]) -> None:
         versions = self._list()
         newest = latest.serving.version
         named = {latest.serving.policy, latest.durable.policy}
         for version in sorted(versions):
             old = version.number <= newest - self._keep
-            kept = self._every and version.number % self._every == 0
+            kept = version.number in replayed or (self._every and version.number % self._every == 0)
             if old and not kept and version not in named:
                 # The manifest first: a version without one does not exist, so none is ever half there.
                 files = sorted(

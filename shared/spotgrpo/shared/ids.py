@@ -113,6 +113,26 @@ def lineage_version(version: PolicyVersion, takeovers: Mapping[int, int]) -> int
     return min([version.number, *resumed])
 
 
+@dataclass(frozen=True, order=True)
+class SkippedId:
+    """A step that was skipped: the learner's epoch, the version that it left, and 1 for the first such in a row."""
+
+    epoch: int
+    version: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{PolicyVersion(self.epoch, self.version)}.{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> SkippedId:
+        version, _, number = text.rpartition(".")
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", number):
+            raise WireError(f"skipped step {text[:60]!r} is not v<number>.e<epoch>.<n>")
+        policy = PolicyVersion.parse(version)
+        return cls(policy.epoch, policy.number, int(number))
+
+
 @dataclass(frozen=True)
 class Keys:
     """Bucket keys of one run, relative to the bucket's prefix."""
@@ -186,6 +206,19 @@ class Keys:
 
     def requeue(self, task: TaskId | str) -> str:
         return f"{self.requeues}{task}"
+
+    @property
+    def replays(self) -> str:
+        return f"{self.run}/replay/"
+
+    def replay(self, step: SkippedId, file: str) -> str:
+        return f"{self.replays}{step}/{file}"
+
+    def skipped_of(self, key: str) -> SkippedId:
+        """The skipped step that an object under ``replays`` belongs to, or WireError."""
+        if not key.startswith(self.replays):
+            raise WireError(f"{key[:60]!r} is of no skipped step")
+        return SkippedId.parse(key.removeprefix(self.replays).partition("/")[0])
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Step(StrEnum):
     """The gradient of a step is computed, the weights are as before."""
     LEARNER_STEPPED = "learner.stepped"
     """The weights are the next version's, and nothing of it is in the bucket."""
+    LEARNER_SKIP_RECORDED = "learner.skip_recorded"
+    """The batch of a step that was skipped is in the bucket, and its tasks are not settled."""
     LEARNER_UPLOADED = "learner.uploaded"
     """A version's files are in the bucket, its manifest is not."""
     LEARNER_MANIFEST_STORED = "learner.manifest_stored"
