@@ -180,13 +180,14 @@ async def working(
     store: ObjectStore | None = None,
     worker_id: str = "w1",
     stall_warn_s: float = 30.0,
+    evaluates: bool = False,
     **options: object,
 ) -> AsyncIterator[tuple[Worker, Stopping, asyncio.Task[None]]]:
     """A running worker; told to stop at the end of the block."""
     config = WorkerConfig.model_validate(
         {"poll_s": 0.05, "drain_s": 5.0, "max_inflight": 8, **options}
     )
-    document = document_of(config_of())
+    document = document_of(config_of()).model_copy(update={"evaluates": evaluates})
     stopping = Stopping()
     cache = bench.folder / "cache" / worker_id
     policy = PolicyWatcher(

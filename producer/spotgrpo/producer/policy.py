@@ -3,7 +3,8 @@
 consumes:     ``latest.json`` by ETag, every ``poll_s`` with jitter, or at once when woken
 produces:     an adopted version: fetched, verified, loaded, probed
 promises:     new requests go to the newest adopted version, running ones finish on theirs; a version that fails a
-              check is never adopted and the one before stays; what requests run on stays loaded
+              check is never adopted and the one before stays; what requests run on stays loaded, and so does the
+              version that is evaluated
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class PolicyWatcher:
     Args:
         cache_dir: where versions are kept while the engine holds them.
         poll_s: between two looks at ``latest.json``.
-        keep: versions that the engine holds at most.
+        keep: versions that the engine holds at most, in a run that evaluates with the one that is evaluated.
         finished_grace_s: how long a run that was never seen unfinished is watched before ``finished`` is set.
         dtype: that the engine computes in; None: the run's.
 
@@ -124,6 +125,9 @@ class PolicyWatcher:
         self._woken = asyncio.Event()
         self._released = asyncio.Event()
         self._is_crowded = False
+        self._pinned: PolicyVersion | None = None
+        self._turn = asyncio.Lock()
+        """Of what loads and unloads."""
         self._changed = asyncio.Condition()
         self._folders = 0
         self._finished_grace_s = finished_grace_s
@@ -192,7 +196,8 @@ class PolicyWatcher:
             self._etag = stored.etag
             return
         self.takeovers = latest.takeovers
-        await self._follow(latest.serving)
+        async with self._turn:
+            await self._follow(latest.serving)
         self._etag = stored.etag
         self._says_finished = latest.finished
         self._was_unfinished = self._was_unfinished or not latest.finished
@@ -221,16 +226,21 @@ class PolicyWatcher:
             try:
                 loaded = await self._load(serving)
             except (IntegrityError, WireError) as exc:
-                self.counts.refused += 1
-                self.refused_why = _short(f"{serving.policy}: {exc}")
-                self._refused[serving.sha256] = self.refused_why
-                if len(self._refused) > MOST_REFUSED:
-                    del self._refused[next(iter(self._refused))]
+                self.refused_why = self._refuse(serving, exc)
                 served = self.current.version if self.current else "nothing"
                 log.error("version %s is refused, %s stays: %s", serving.policy, served, exc)
                 return
             self._loaded[loaded.version] = loaded
         await self._adopt(loaded)
+
+    def _refuse(self, serving: Serving, error: Exception) -> str:
+        """Count it, and remember why."""
+        why = _short(f"{serving.policy}: {error}")
+        self.counts.refused += 1
+        self._refused[serving.sha256] = why
+        if len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        return why
 
     async def _adopt(self, loaded: Adopted) -> None:
         async with self._changed:
@@ -240,7 +250,7 @@ class PolicyWatcher:
         log.info("serving version %s (probe: %s)", loaded.version, loaded.verdict)
         await self._unload_old()
 
-    async def _load(self, serving: Serving) -> Adopted:
+    async def _load(self, serving: Serving, room: int = 1) -> Adopted:
         body = (await self._ask(self._store.get, serving.manifest)).body
         if sha256_hex(body) != serving.sha256:
             raise IntegrityError(
@@ -253,7 +263,7 @@ class PolicyWatcher:
         try:
             await self._fetch(manifest, folder)
             reached(Step.WORKER_DOWNLOADED)
-            await self._make_room()
+            await self._make_room(room)
             modules = await self._engine.load(manifest.policy, folder)
             if modules != manifest.modules:
                 raise IntegrityError(
@@ -328,29 +338,36 @@ class PolicyWatcher:
             await self._engine.unload(version)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _make_room(self) -> None:
-        """Wait until one more version fits: running requests keep theirs loaded."""
-        await self._unload_old(room=1)
+    async def _make_room(self, room: int = 1) -> None:
+        """Wait until ``room`` more versions fit: running requests keep theirs loaded."""
+        await self._unload_old(room)
         try:
-            while len(self._loaded) >= self._keep:
+            while self._surplus(room) > 0:
                 self._is_crowded = True
                 self._released.clear()
                 await self._released.wait()
-                await self._unload_old(room=1)
+                await self._unload_old(room)
         finally:
             self._is_crowded = False
 
+    def _surplus(self, room: int) -> int:
+        """Versions too many if ``room`` more come; the one that is pinned has a place of its own."""
+        others = sum(version != self._pinned for version in self._loaded)
+        return others + room - (self._keep - self._document.evaluates)
+
     async def _unload_old(self, room: int = 0) -> None:
-        """Unload the oldest idle versions until ``room`` more fit among the ``keep`` that the engine holds."""
+        """Unload the oldest idle versions until ``room`` more fit."""
         idle = sorted(
             (
                 loaded
                 for loaded in self._loaded.values()
-                if loaded is not self.current and not loaded.in_flight
+                if loaded is not self.current
+                and not loaded.in_flight
+                and loaded.version != self._pinned
             ),
             key=lambda loaded: loaded.version,
         )
-        for loaded in idle[: max(0, len(self._loaded) + room - self._keep)]:
+        for loaded in idle[: max(0, self._surplus(room))]:
             if loaded.in_flight:  # since the one before it was unloaded
                 continue
             del self._loaded[loaded.version]
@@ -360,6 +377,59 @@ class PolicyWatcher:
     def loaded(self, version: PolicyVersion) -> Adopted | None:
         """A version that the engine still holds."""
         return self._loaded.get(version)
+
+    # ---- a version that tasks are pinned to ----------------------------------------------------------------------
+
+    def pinned(self, version: PolicyVersion) -> Adopted | None:
+        """A version that the engine holds, for a task that is pinned to it; None where it does not.
+
+        In a run that evaluates there is room for one beside those in use: the newest that was asked for so stays.
+        """
+        loaded = self._loaded.get(version)
+        if loaded is not None and self._document.evaluates:
+            self._pinned = max(self._pinned or version, version)
+        return loaded
+
+    async def bring(self, version: PolicyVersion) -> bool:
+        """Have the engine hold ``version`` for tasks that are pinned to it, from the bucket where it has gone.
+
+        Waits for a bucket that is away. False where there is no room for it (the run does not evaluate, or something
+        newer is pinned), where the bucket has it no more, or where it fails a check here.
+        """
+        while self.pinned(version) is None:
+            try:
+                async with self._turn:
+                    if self.pinned(version) is None and not await self._load_pinned(version):
+                        return False
+            except TransientError as exc:
+                log.info("%s, which is evaluated, cannot be had now: %s", version, exc)
+                await asyncio.sleep(self._poll_s)
+        return True
+
+    async def _load_pinned(self, version: PolicyVersion) -> bool:
+        """Whether an older version could be loaded once more."""
+        if not self._document.evaluates or version < (self._pinned or version):
+            return False
+        key = self._keys.manifest(version)
+        try:
+            body = (await self._ask(self._store.get, key)).body
+        except NotStored:
+            log.info("%s, which is evaluated, is not in the bucket any more", version)
+            return False
+        serving = Serving(
+            version=version.number, epoch=version.epoch, manifest=key, sha256=sha256_hex(body)
+        )
+        if serving.sha256 in self._refused:
+            return False
+        self._pinned = version
+        try:
+            self._loaded[version] = await self._load(serving, room=0)
+        except (IntegrityError, WireError, NotStored) as exc:
+            log.error("version %s is refused, no evaluation of it here: %s", version, exc)
+            self._refuse(serving, exc)
+            return False
+        log.info("version %s is loaded once more, to be evaluated", version)
+        return True
 
     def answering(self) -> list[Adopted]:
         """What is served now, and older versions that requests still run on."""
@@ -398,7 +468,11 @@ class PolicyWatcher:
 
     def must_go(self, adopted: Adopted) -> bool:
         """Whether a new version waits for ``adopted`` to be left: all are in use, and it is the oldest."""
-        others = [loaded for loaded in self._loaded.values() if loaded is not self.current]
+        others = [
+            loaded
+            for loaded in self._loaded.values()
+            if loaded is not self.current and loaded.version != self._pinned
+        ]
         oldest = min(others, key=lambda loaded: loaded.version, default=None)
         return self._is_crowded and adopted is oldest
 

@@ -217,7 +217,7 @@ def engine_spec(view: WorkerView, document: RunDocument, model: ModelConfig) -> 
         lora_rank=document.lora.rank,
         lora_alpha=document.lora.alpha,
         target_modules=tuple(document.lora.target_modules),
-        max_versions=document.max_staleness + 2,
+        max_versions=document.max_staleness + 2 + document.evaluates,
         max_inflight=worker.max_inflight,
         device=worker.device,
         threads=worker.threads,

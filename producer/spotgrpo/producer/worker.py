@@ -268,7 +268,7 @@ class Worker:
         while True:
             if self._version_for(task) is None:
                 job.enter(Stage.ADOPTING)
-                await self._w.policy.at_least(task.min_version)
+                await self._come_to(task)
             job.enter(Stage.QUEUING)
             with self._room.seats(task.group_size) as seats:
                 await seats.any()
@@ -317,8 +317,15 @@ class Worker:
 
     def _version_for(self, task: Task) -> Adopted | None:
         """The version that a task would be sampled on now; None where it has to wait."""
-        pinned = self._w.policy.loaded(task.pinned) if task.pinned else None
-        return pinned or self._w.policy.serves(task.min_version)
+        if task.pinned is not None:
+            return self._w.policy.pinned(task.pinned)
+        return self._w.policy.serves(task.min_version)
+
+    async def _come_to(self, task: Task) -> None:
+        """Wait until its version is there. RequestRefused where the one that it is pinned to cannot be had here."""
+        await self._w.policy.at_least(task.min_version)
+        if task.pinned is not None and not await self._w.policy.bring(task.pinned):
+            raise RequestRefused(f"version {task.pinned} cannot be had here")
 
     @property
     def _submitted(self) -> int:

@@ -66,7 +66,7 @@ class EngineSpec:
         target_modules: suffixes of the names of modules that may carry an adapter.
         dtype: of the base model: float32, bfloat16 or float16.
         max_context: longest prompt plus completion in tokens; None: what the model's config says.
-        max_versions: versions loaded at a time (``max_staleness + 2``).
+        max_versions: versions loaded at a time (``max_staleness + 2``, and the one that is evaluated).
         max_inflight: sequences that are sampled at a time.
         device: auto, cpu, cuda or cuda:N; vLLM takes the platform that it is built for.
         threads: CPU threads; None: the library's choice.
