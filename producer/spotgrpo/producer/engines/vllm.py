@@ -116,7 +116,10 @@ class VLLMEngine(ThreadedEngine):
         try:
             return self._vllm.LLMEngine.from_engine_args(options)
         except (*LOAD_ERRORS, TypeError, AssertionError) as exc:
-            raise not_loadable(self._spec, exc) from exc
+            error = not_loadable(self._spec, exc)
+            if "lora" in str(exc).lower():
+                error = ConfigError(error.key, error.value, f"{OTHER_ENGINE} ({exc})")
+            raise error from exc
 
     def _try_adapters(self) -> None:
         """Sample under an adapter of zeros: what vLLM cannot serve is found here, not at the first version.
