@@ -67,6 +67,8 @@ groups_per_step = {groups}
 max_staleness = 2
 learning_rate = 1e-4
 threads = 1
+[sync]
+encoding = "full"
 [worker]
 engine = "vllm"
 threads = 1
@@ -74,6 +76,9 @@ max_inflight = {inflight}
 poll_s = {poll_s}
 drain_s = 0.0
 notices = "none"
+probe_every_s = 3600
+[worker.vllm]
+max_num_seqs = {places}
 """
 REWARDS = """
 def letters(completions, **_):
@@ -291,7 +296,8 @@ def play(cell: Cell, folder: Path, model: Path, environ: Mapping[str, str], step
         "new_tokens": NEW_TOKENS,
         "steps": steps,
         "groups": groups,
-        "inflight": SEQUENCES + 1,
+        "inflight": SEQUENCES,
+        "places": SEQUENCES + 2,  # a probe, and the benchmark's own request
         "poll_s": POLL_S,
     }
     (here / "run.toml").write_text(TOML.format(**settings))
