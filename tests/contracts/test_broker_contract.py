@@ -278,6 +278,44 @@ def test_asking_beyond_the_window_in_vain_changes_nothing(broker: Broker) -> Non
     consumer.ack([first.handle])
 
 
+def test_a_paused_consumer_is_sent_nothing_and_gives_back_what_it_did_not_take(
+    broker: Broker,
+) -> None:
+    publish(broker, b"1", b"2", b"3")
+    consumer = broker.consumer(broker.queues.tasks, 3)
+    held = take(consumer)
+    until(lambda: broker.depth(broker.queues.tasks) == QueueDepth(0, 1))
+    for _ in range(2):
+        consumer.pause()
+    until(lambda: (broker.depth(broker.queues.tasks) or QueueDepth(0, 0)).ready == 2)
+    publish(broker, b"4")
+    assert consumer.take(BRIEFLY_S) is None
+    consumer.ack([held.handle])
+    other = broker.consumer(broker.queues.tasks, 3)
+    assert sorted(bodies(other, 3)) == [b"2", b"3", b"4"]
+    assert other.take(BRIEFLY_S) is None
+
+
+def test_a_paused_consumer_gets_what_it_asks_for_and_all_once_it_resumes(broker: Broker) -> None:
+    consumer = broker.consumer(broker.queues.tasks, 2)
+    consumer.pause()
+    until(lambda: broker.depth(broker.queues.tasks) == QueueDepth(0, 0))
+    publish(broker, b"1", b"2", b"3", b"4", b"5")
+    first = None
+    while first is None:
+        consumer.ask_beyond()
+        first = consumer.take(BRIEFLY_S)
+    assert (first.message.body, first.redelivered) == (b"1", False)
+    assert consumer.take(BRIEFLY_S) is None
+    for _ in range(2):
+        consumer.resume()
+    assert take(consumer).handle.generation == first.handle.generation
+    consumer.ack([first.handle])
+    consumer.close()
+    other = broker.consumer(broker.queues.tasks, 8)
+    assert sorted(bodies(other, 4)) == [b"2", b"3", b"4", b"5"]
+
+
 def test_acked_messages_are_gone_and_others_come_back_in_order(broker: Broker) -> None:
     publish(broker, b"1", b"2", b"3", b"4", b"5")
     consumer = broker.consumer(broker.queues.tasks, 8)

@@ -139,10 +139,16 @@ class Consumer(Protocol):
         """
 
     def ask_beyond(self) -> None:
-        """Ask for one delivery more where the prefetch window is used up. Returns at once, and nothing may come.
+        """Ask for one delivery where the prefetch window is used up, or while paused. Returns at once; nothing may come.
 
         For a caller that has room for more than it is given: a bigger window would fill whether it has or not.
         """
+
+    def pause(self) -> None:
+        """Be sent nothing any more, and give back what was not taken yet; ``ask_beyond`` goes on. Idempotent."""
+
+    def resume(self) -> None:
+        """Undo ``pause``: the window is filled again, beside what is in hand still. Idempotent."""
 
     def ack(self, handles: Sequence[Handle]) -> None:
         """Ack; handles of another generation than the live one are dropped. Returns at once."""

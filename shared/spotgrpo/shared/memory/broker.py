@@ -268,7 +268,7 @@ class MemoryConsumer:
         self._generation = 0
         self._generations = 0
         self._tag = 0
-        self._finished = False
+        self._finished = self._is_paused = False
         self._error: SpotGRPOError | None = None
         with server.changed:
             server.consumers.append(self)
@@ -297,11 +297,28 @@ class MemoryConsumer:
     def ask_beyond(self) -> None:
         """See ports.Consumer."""
         with self._server.changed:
-            if self._queue is None or self._finished or self._buffer or self.has_room:
+            if self._queue is None or self._finished or self._buffer:
+                return
+            if self.has_room and not self._is_paused:
                 return
             if self._queue.ready:
                 self.deliver(self._queue.ready.popleft())
                 self._server.changed.notify_all()
+
+    def pause(self) -> None:
+        """See ports.Consumer."""
+        with self._server.changed:
+            self._is_paused = True
+            self._stand_back()
+        self._server.work()
+
+    def resume(self) -> None:
+        """See ports.Consumer."""
+        with self._server.changed:
+            self._is_paused = False
+            if self._queue is not None and self not in self._queue.consumers:
+                self._queue.consumers.append(self)
+        self._server.work()
 
     def ack(self, handles: Sequence[Handle]) -> None:
         """See ports.Consumer."""
@@ -329,15 +346,19 @@ class MemoryConsumer:
         """See ports.Consumer. Deliveries that were not taken yet go back to the queue."""
         with self._server.changed:
             self._finished = True
-            untaken = [delivery.handle for delivery in self._buffer]
-            self._buffer.clear()
-            if self._queue is not None:
-                if self in self._queue.consumers:
-                    self._queue.consumers.remove(self)
-                self._server.give_back(
-                    self._queue, [one for one in map(self._pop, untaken) if one is not None]
-                )
+            self._stand_back()
         self._server.work()
+
+    def _stand_back(self) -> None:
+        """Be handed nothing any more; what was not taken yet goes back."""
+        untaken = [delivery.handle for delivery in self._buffer]
+        self._buffer.clear()
+        if self._queue is not None:
+            if self in self._queue.consumers:
+                self._queue.consumers.remove(self)
+            self._server.give_back(
+                self._queue, [one for one in map(self._pop, untaken) if one is not None]
+            )
 
     def close(self, timeout_s: float = 5.0) -> None:
         """See ports.Consumer."""
@@ -369,7 +390,8 @@ class MemoryConsumer:
             return
         self._open_generation()
         self._queue = queue
-        queue.consumers.append(self)
+        if not self._is_paused:
+            queue.consumers.append(self)
 
     def lose_channel(self) -> None:
         """The channel dies: its handles are void, and what it held is back in the queue."""

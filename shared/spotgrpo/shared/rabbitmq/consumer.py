@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pika import BasicProperties
@@ -48,13 +48,14 @@ class RabbitMQConsumer:
         self._buffer: deque[Delivery] = deque()
         self._generation = 0
         self._generations = 0
-        self._finished = False
+        self._finished = self._is_paused = False
         self._error: SpotGRPOError | None = None
         self._settlements: deque[tuple[Handle, bool | None]] = deque()
         self._wake_is_due = False
         # Below: the link's thread only.
         self._channel: Channel | None = None
         self._consumer_tag: str | None = None
+        self._subscribe: Callable[[], None] | None = None
         self._outstanding: dict[int, None] = {}
         self._is_getting = False
         self._channel_backoff = Backoff(LONGEST_CHANNEL_WAIT_S)
@@ -80,6 +81,22 @@ class RabbitMQConsumer:
             if self._buffer or self._finished:
                 return
         self._link.call_soon(self._get_one)
+
+    def pause(self) -> None:
+        """See ports.Consumer."""
+        with self._changed:
+            if self._is_paused:
+                return
+            self._is_paused = True
+            untaken = [(delivery.handle, True) for delivery in self._buffer]
+            self._buffer.clear()
+        self._link.call_soon(self._follow_pause)  # first, or what goes back would come again
+        self._settle(untaken)
+
+    def resume(self) -> None:
+        """See ports.Consumer."""
+        self._is_paused = False
+        self._link.call_soon(self._follow_pause)
 
     def ack(self, handles: Sequence[Handle]) -> None:
         """See ports.Consumer."""
@@ -164,6 +181,23 @@ class RabbitMQConsumer:
     def _consume(self, channel: Channel, queue: str) -> None:
         if self._finished:
             return
+        self._subscribe = functools.partial(self._be_sent, channel, queue)
+        self._follow_pause()
+        # Before the broker's answer, since its first delivery may come in one piece with it.
+        with self._changed:
+            self._generations += 1
+            self._generation = self._generations
+
+    def _follow_pause(self) -> None:
+        """Be sent messages, or none: deliveries in hand stay valid, since the channel is the same."""
+        if self._is_paused or self._finished:
+            self._cancel()
+        elif self._consumer_tag is None and self._subscribe is not None:
+            self._subscribe()
+
+    def _be_sent(self, channel: Channel, queue: str) -> None:
+        if not channel.is_open:
+            return
         channel.basic_qos(prefetch_count=self._prefetch)
         self._consumer_tag = channel.basic_consume(
             queue,
@@ -171,10 +205,6 @@ class RabbitMQConsumer:
             auto_ack=self._auto_ack,
             callback=self._link.guard(functools.partial(self._on_consuming, channel)),
         )
-        # Before the broker's answer, since its first delivery may come in one piece with it.
-        with self._changed:
-            self._generations += 1
-            self._generation = self._generations
 
     def _on_consuming(self, _channel: Channel, _frame: Method[Basic.ConsumeOk]) -> None:
         self._channel_backoff.reset()
@@ -217,7 +247,7 @@ class RabbitMQConsumer:
             self._said = text
 
     def _drop_channel(self) -> None:
-        self._channel = self._consumer_tag = None
+        self._channel = self._consumer_tag = self._subscribe = None
         self._is_getting = False
         self._outstanding.clear()
         with self._changed:
@@ -245,8 +275,9 @@ class RabbitMQConsumer:
         if not self._auto_ack:
             self._outstanding[tag] = None
         message = Message(body, properties.message_id or "", plain_headers(properties.headers))
+        is_late = self._is_paused and isinstance(method, Basic.Deliver)  # sent before the pause
         with self._changed:
-            if not self._finished:
+            if not self._finished and not is_late:
                 self._buffer.append(
                     Delivery(message, Handle(self._generation, tag), method.redelivered)
                 )
@@ -259,9 +290,9 @@ class RabbitMQConsumer:
     def _get_one(self) -> None:
         """Ask for a message beyond the window, unless the broker sends or owes one anyhow."""
         channel = self._channel
-        if channel is None or not channel.is_open or self._consumer_tag is None:
+        if channel is None or not channel.is_open or self._subscribe is None or self._is_getting:
             return
-        if len(self._outstanding) < self._prefetch or self._is_getting:
+        if self._consumer_tag is not None and len(self._outstanding) < self._prefetch:
             return
         self._is_getting = True
         channel.basic_get(self._queue, self._link.guard(self._on_got))
