@@ -23,6 +23,7 @@ from typing import ParamSpec, TypeVar
 
 from spotgrpo.producer.deltas import Deltas
 from spotgrpo.producer.engines.base import Engine
+from spotgrpo.producer.forecast import Pace
 from spotgrpo.producer.probe import judge
 from spotgrpo.shared.errors import (
     IntegrityError,
@@ -100,6 +101,7 @@ class PolicyWatcher:
         refused_why: why the newest version is not served; empty where it is.
         trouble: why nothing can be learned of versions now; empty where it can.
         takeovers: epoch -> version number that its learner resumed from.
+        group_tokens: of a group's longest completion lately, as the learner says; 0 before it knows.
     """
 
     def __init__(
@@ -132,7 +134,8 @@ class PolicyWatcher:
         self._folders = 0
         self._finished_grace_s = finished_grace_s
         self._says_finished = self._was_unfinished = False
-        self._started = time.monotonic()
+        self._started = self._newest_at = time.monotonic()
+        self._newest, self._step_s, self.group_tokens = 0, 0.0, 0.0
         self.current: Adopted | None = None
         self.finished = asyncio.Event()
         self.counts = Adoptions()
@@ -196,11 +199,24 @@ class PolicyWatcher:
             self._etag = stored.etag
             return
         self.takeovers = latest.takeovers
+        self._note_newest(latest)
         async with self._turn:
             await self._follow(latest.serving)
         self._etag = stored.etag
         self._says_finished = latest.finished
         self._was_unfinished = self._was_unfinished or not latest.finished
+
+    def _note_newest(self, latest: Latest) -> None:
+        """For forecasts: which version is the newest, since when, and how long a step takes."""
+        if latest.serving.version != self._newest:
+            self._newest, self._newest_at = latest.serving.version, time.monotonic()
+        self._step_s, self.group_tokens = latest.step_s, latest.group_tokens
+
+    @property
+    def pace(self) -> Pace:
+        """How fast versions come, as far as this worker knows now."""
+        age_s = time.monotonic() - self._newest_at
+        return Pace(newest=self._newest, age_s=age_s, step_s=self._step_s)
 
     def _judge_finished(self) -> None:
         """Let a worker that came before the learner of a resumed run see that run go on, not leave at once."""
@@ -248,7 +264,7 @@ class PolicyWatcher:
             self._changed.notify_all()
         self.counts.adopted += 1
         log.info("serving version %s (probe: %s)", loaded.version, loaded.verdict)
-        await self._unload_old()
+        await self._unload_old(room=1)  # now, so that the next load does not wait for it
 
     async def _load(self, serving: Serving, room: int = 1) -> Adopted:
         body = (await self._ask(self._store.get, serving.manifest)).body

@@ -38,6 +38,9 @@ CLOSE_S: Final = 20.0
 """For the step at hand and for freeing the model. The thread is a daemon: a stuck one does not keep the process."""
 LINGER_S: Final = 0.002
 """An idle engine waits so long after the first order, so that a whole group is taken at once."""
+FOLLOW_UP_S: Final = 0.005
+"""A load is followed by its probe, and a probe by requests for what it proved: a step that began before the next order
+is here would hold the adoption up by a whole token."""
 
 
 @dataclass(eq=False)
@@ -71,6 +74,7 @@ class ThreadedEngine(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: SpotGRPOError | None = None
         self._closing = False
+        self._is_followed_up = False
         self._ends: Ends | None = None
         self._running: dict[str, Running] = {}
         self._versions: set[PolicyVersion] = set()
@@ -197,7 +201,8 @@ class ThreadedEngine(ABC):
             time.sleep(LINGER_S)
         with contextlib.suppress(queue.Empty):
             while not self._closing:
-                self._orders.get_nowait()()
+                waits, self._is_followed_up = self._is_followed_up, False
+                self._orders.get(waits, FOLLOW_UP_S)()
 
     def _answer(self, future: Future[T], function: Callable[[], T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -238,6 +243,7 @@ class ThreadedEngine(ABC):
             raise SpotGRPOError(f"{len(self._versions)} versions are loaded; unload one first")
         taken = self._put_on(version, folder)
         self._versions.add(version)
+        self._is_followed_up = True
         return taken
 
     def _unload(self, version: PolicyVersion) -> None:
@@ -253,6 +259,7 @@ class ThreadedEngine(ABC):
             self._check_loaded(version)
         if self._ends is not None:
             self._ends.check_ids(token_ids)
+        self._is_followed_up = True
         return self._logprobs(version, token_ids)
 
     def _check_loaded(self, version: PolicyVersion) -> None:
