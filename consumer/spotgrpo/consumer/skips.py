@@ -57,7 +57,7 @@ class SkippedStep(SchemaDocument):
         number: 1 for the first skipped step in a row.
         state: key of the trainer state; ``manifest`` of the version. Both may be of an earlier epoch.
         loss, grad_norm: as Python writes floats, since JSON has no nan.
-        settings: the tables ``loss`` and ``train`` that it was computed with.
+        settings: the tables ``loss``, ``train`` and ``sampling`` that it was computed with.
         groups: in the order in which the trainer had them.
         created_at: Unix seconds.
     """
@@ -199,6 +199,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {
         "loss": config.loss.model_dump(mode="json"),
         "train": config.train.model_dump(mode="json"),
+        "sampling": config.sampling.model_dump(mode="json"),
     }
 
 
@@ -206,7 +207,7 @@ def likely_cause(loss: float, dtype: str) -> str:
     """In words, what makes a loss, or else the gradient of a finite one, not finite."""
     half = "model.dtype = 'float16' overflows, and 'bfloat16' would not"
     if math.isfinite(loss):
-        found = "the gradient overflows: a weight in [loss] (kl, entropy) is far too large"
+        found = "the gradient overflows: a weight in [loss] (kl, entropy) or train.learning_rate is far too large"
     else:
         found = (
             "weights have grown until the model's own numbers overflow: train.learning_rate is far too large "

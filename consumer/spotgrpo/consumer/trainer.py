@@ -11,20 +11,21 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from spotgrpo.consumer.fit import Fit, StepFits
 from spotgrpo.consumer.logprobs import batch_scores, head_is_faithful, per_sample, shares_prompts
-from spotgrpo.consumer.losses.composed import LossSums, loss_of
+from spotgrpo.consumer.losses.composed import LossSums, Terms, loss_of, token_terms
 from spotgrpo.consumer.losses.gather import gather, step_second_moment_limit
 from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.losses.plan import StepPlan, plan_step
+from spotgrpo.consumer.losses.ratios import Tokens
 from spotgrpo.consumer.model import (
     ADAPTER,
     adapted_modules,
@@ -39,7 +40,7 @@ from spotgrpo.consumer.packing import Float32Array, MicroBatch, Packed, Sample, 
 from spotgrpo.consumer.schedule import learning_rate
 from spotgrpo.consumer.trainer_state import Counters, pack_state, unpack_state
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig
-from spotgrpo.shared.errors import ConfigError
+from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Probe
 from spotgrpo.shared.steps import Step, reached
@@ -112,6 +113,27 @@ class StepStats:
     over_budget: int
     fits: Mapping[TaskId, Fit]
     seconds: float
+
+
+class Look(Protocol):
+    """Is shown what a step computes; must not change it."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether every sequence gets a row of its own."""
+
+    def batch(
+        self,
+        batch: MicroBatch,
+        plan: StepPlan,
+        tokens: Tokens,
+        terms: Terms,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        """After the gradient of ``batch`` was added to that of ``parameters``."""
+
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """With the whole step's gradient, before it is clipped."""
 
 
 class Trainer:
@@ -188,8 +210,18 @@ class Trainer:
 
         Logprobs at temperature 1 of both on the end of what was trained not long ago. For version 0 both are equal,
         so that an engine can only call the probe inconclusive. One forward pass, two right after :meth:`restore`.
+
+        Raises:
+            SpotGRPOError: logprobs are not finite: no worker could sample from this version.
         """
         version, base = self.probe_logprobs()
+        if not np.isfinite(version).all():
+            raise SpotGRPOError(
+                f"version {self.steps_done} gives logprobs that are not finite, so it is not committed and the run "
+                "stops: weights have grown until the model's own numbers overflow, most likely since "
+                "train.learning_rate is far too large; with a smaller one the same command goes on from the version "
+                "before"
+            )
         return Probe(
             token_ids=list(self.probe_ids),
             version_logprobs=version.tolist(),
@@ -202,23 +234,26 @@ class Trainer:
         """True where rows hold a prompt once for all its completions."""
         return self._shares_prompts
 
-    def step(self, groups: Sequence[Group]) -> StepStats:
+    def step(self, groups: Sequence[Group], look: Look | None = None) -> StepStats:
         """Take one optimizer step on ``groups`` and make the next version.
 
         Groups without a gradient are passed over. Where that leaves none, or loss or gradient are not finite, the step
         is skipped: nothing of :meth:`state` changes, so that version and schedule count steps that were taken.
+
+        Args:
+            look: is shown what the step computes on the way.
         """
         started = time.monotonic()
         plan = plan_step(groups, self._objective, self.steps_done)
-        packed = self._pack(plan.samples)
+        packed = self._pack(plan.samples, apart=look is not None and look.apart)
         total, fits = _Totals(plan.tokens), StepFits(plan.tasks)
         rate = learning_rate(self.steps_done, self._config)
         if total.trained:
             m2_bound = self._m2_bound(plan)
             for batch in packed.batches:
-                total.add(*self._backward(batch, plan, m2_bound, fits))
+                total.add(*self._backward(batch, plan, m2_bound, fits, look))
             reached(Step.LEARNER_STEPPING)
-            total.norm = self._clip_gradient()
+            total.norm = self._clip_gradient(look)
         is_taken = total.trained > 0 and total.finite
         if is_taken:
             self._choose_probe(plan.groups)
@@ -307,9 +342,9 @@ class Trainer:
             )
         return shares
 
-    def _pack(self, samples: Sequence[Sample]) -> Packed:
+    def _pack(self, samples: Sequence[Sample], *, apart: bool = False) -> Packed:
         width: int = self._base.config.get_text_config().hidden_size
-        worth = 6.0 * width if self._shares_prompts else 0.0
+        worth = 6.0 * width if self._shares_prompts and not apart else 0.0
         return pack(samples, self._config.token_budget, share_worth=worth)
 
     def _score(self, samples: Sequence[Sample], temperature: float) -> dict[int, Float32Array]:
@@ -328,7 +363,12 @@ class Trainer:
         return step_second_moment_limit(plan, found, parts.m2_limit)
 
     def _backward(
-        self, batch: MicroBatch, plan: StepPlan, m2_bound: float, fits: StepFits
+        self,
+        batch: MicroBatch,
+        plan: StepPlan,
+        m2_bound: float,
+        fits: StepFits,
+        look: Look | None,
     ) -> tuple[Tensor, LossSums]:
         """Add the gradient of ``batch``; returns its loss and sums, detached."""
         parts = self._objective.parts
@@ -336,8 +376,13 @@ class Trainer:
         scores = batch_scores(
             self._base, batch, self._temperature, entropy_gradient=parts.entropy > 0
         )
-        loss, sums = loss_of(gather(batch, plan, scores, base_N), parts, m2_bound=m2_bound)
+        tokens = gather(batch, plan, scores, base_N)
+        loss, sums = loss_of(tokens, parts, m2_bound=m2_bound)
         (loss * self._gradient_scale).backward()
+        if look is not None:
+            with torch.no_grad():
+                terms = token_terms(tokens, parts, m2_bound=m2_bound)
+                look.batch(batch, plan, tokens, terms, self._parameters)
         fits.add(batch, scores.logprobs_N.detach().cpu().numpy())
         return loss.detach(), sums
 
@@ -350,13 +395,15 @@ class Trainer:
     def _gradient_scale(self) -> float:
         return HALF_SCALE if self._base.dtype == torch.float16 else 1.0
 
-    def _clip_gradient(self) -> float:
+    def _clip_gradient(self, look: Look | None) -> float:
         """Clip the gradient; returns its norm before."""
         parameters = list(self._parameters.values())
         if self._gradient_scale != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad /= self._gradient_scale
+        if look is not None:
+            look.gradients(self._parameters)
         limit = self._config.max_grad_norm
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spotgrpo.cli import audit, dead, doctor, export, learner, services, worker
+from spotgrpo.cli import audit, dead, doctor, export, learner, replay, services, worker
 
 app = typer.Typer(
     name="spotgrpo",
@@ -23,6 +23,7 @@ app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("audit")(audit.command)
 app.add_typer(dead.app, name="dead")
+app.command("replay")(replay.command)
 app.command("services")(services.command)
 
 

@@ -25,10 +25,20 @@ from spotgrpo.shared.log import HIDDEN, password_of, redact, redact_url
 from spotgrpo.shared.options import Option, option_table, options, tables
 from spotgrpo.shared.servable import NOT_SERVED
 
-__all__ = ["InvalidConfig", "load_config", "option_table", "redacted", "secrets_of"]
+__all__ = [
+    "InvalidConfig",
+    "key_of",
+    "load_config",
+    "option_table",
+    "override",
+    "redacted",
+    "secrets_of",
+    "table_of",
+]
 
 Tree: TypeAlias = dict[str, Any]
 C = TypeVar("C", Config, WorkerView)
+M = TypeVar("M", bound=BaseModel)
 
 ENVIRONMENT_PREFIX: Final = "SPOTGRPO_"
 DATA_SUFFIXES: Final = (".jsonl", ".json", ".parquet", ".csv")
@@ -101,6 +111,41 @@ def load_config(
     if problems:
         raise InvalidConfig(problems)
     return config
+
+
+def override(tables: Mapping[str, Mapping[str, Any]], sets: Sequence[str], kind: type[M]) -> M:
+    """Some tables of a configuration, with those of ``sets`` that are in them put over what they hold.
+
+    Args:
+        tables: by name; nothing else has a say, neither a TOML nor the environment.
+        sets: as :func:`load_config` has taken them.
+        kind: has a field for each of the tables.
+
+    Raises:
+        ConfigError: names every key that is wrong, its value and what would be right.
+    """
+    tree: Tree = {name: dict(table) for name, table in tables.items()}
+    problems: list[Problem] = []
+    for key, text in _from_sets(sets, problems):
+        if table_of(key) in tables:
+            problems += _assign(tree, key, text)
+    try:
+        found = kind.model_validate(tree)
+    except ValidationError as exc:
+        raise InvalidConfig([*problems, *_explain(exc, tree)]) from exc
+    if problems:
+        raise InvalidConfig(problems)
+    return found
+
+
+def key_of(item: str) -> str:
+    """The dotted key of an item of ``--set``."""
+    return item.partition("=")[0].strip()
+
+
+def table_of(item: str) -> str:
+    """The table that a dotted key, or an item of ``--set``, is in."""
+    return key_of(item).partition(".")[0]
 
 
 def redacted(config: BaseModel) -> dict[str, Any]:

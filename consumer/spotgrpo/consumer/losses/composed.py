@@ -3,7 +3,7 @@
 Shape suffixes: N predicted tokens of a micro-batch.
 """
 
-# ruff: noqa: N803, N806  (shape suffixes: the legend is above)
+# ruff: noqa: N803, N806, N815  (shape suffixes: the legend is above)
 
 from __future__ import annotations
 
@@ -74,10 +74,35 @@ class LossSums:
         return dict(zip(names, values, strict=True))
 
 
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What the loss adds up, by token.
+
+    Attributes:
+        loss_N: share in the step's loss, with gradient; 0 where masked.
+        log_ratio_N: log(π/μ) as :func:`token_log_ratio` has it, with gradient.
+        surrogate: what is maximised, before corrections and weights.
+        factor_N: product of the corrections.
+        base_kl_N: estimates of KL to the base, detached; None where there is no such term.
+    """
+
+    loss_N: Tensor
+    log_ratio_N: Tensor
+    surrogate: Surrogate
+    factor_N: Tensor
+    base_kl_N: Tensor | None
+
+
 def loss_of(
     tokens: Tokens, parts: LossConfig, *, m2_bound: float = math.inf
 ) -> tuple[Tensor, LossSums]:
-    """Loss of a micro-batch, as its share of the step's.
+    """Loss of a micro-batch, as its share of the step's: the sum of :func:`token_terms`, and what they say."""
+    terms = token_terms(tokens, parts, m2_bound=m2_bound)
+    return terms.loss_N.sum(), _sums(terms, tokens)
+
+
+def token_terms(tokens: Tokens, parts: LossConfig, *, m2_bound: float = math.inf) -> Terms:
+    """What each token adds to the loss of the step.
 
     L = −Σ_t a_t f_t w_t S(ρ_t, Â_t) + β Σ_t a_t KL_t − η Σ_t a_t H_t, with a_t the aggregation's weight, ρ the ratio
     to the anchor at the level of the loss, S the clip, w what is between anchor and behaviour, f the corrections.
@@ -100,8 +125,8 @@ def loss_of(
     counts_N = factor_N if log_weight_N is None else factor_N * log_weight_N.exp()
     value_N = surrogate.value_N * counts_N
     penalty_N, base_kl_N = _penalties(log_ratio_N, tokens, parts)
-    loss = (tokens.weight_N * masked(penalty_N - value_N, tokens.mask_N)).sum()
-    return loss, _sums(log_ratio_N.detach(), surrogate, factor_N, base_kl_N, tokens)
+    loss_N = tokens.weight_N * masked(penalty_N - value_N, tokens.mask_N)
+    return Terms(loss_N, log_ratio_N, surrogate, factor_N, base_kl_N)
 
 
 def _surrogate(ratio_N: Tensor, tokens: Tokens, parts: LossConfig) -> Surrogate:
@@ -133,14 +158,8 @@ def _penalties(
 
 
 @torch.no_grad()
-def _sums(
-    log_ratio_N: Tensor,
-    surrogate: Surrogate,
-    factor_N: Tensor,
-    base_kl_N: Tensor | None,
-    tokens: Tokens,
-) -> LossSums:
-    mask_N = tokens.mask_N
+def _sums(terms: Terms, tokens: Tokens) -> LossSums:
+    mask_N, log_ratio_N, surrogate = tokens.mask_N, terms.log_ratio_N, terms.surrogate
     ratio_N = masked(log_ratio_N.exp(), mask_N)
     none = ratio_N.new_zeros(())
     return LossSums(
@@ -150,8 +169,8 @@ def _sums(
         ratio_max=ratio_N.max() if len(ratio_N) else none,
         clipped_low=(surrogate.low_N & mask_N).sum(),
         clipped_high=(surrogate.high_N & mask_N).sum(),
-        dropped=((factor_N == 0) & mask_N).sum(),
+        dropped=((terms.factor_N == 0) & mask_N).sum(),
         kl=masked(log_ratio_N.exp() - 1.0 - log_ratio_N, mask_N).sum(),
-        base_kl=none if base_kl_N is None else base_kl_N.sum(),
+        base_kl=none if terms.base_kl_N is None else terms.base_kl_N.sum(),
         entropy=masked(tokens.entropy_N.detach(), mask_N).sum(),
     )

@@ -37,7 +37,7 @@ class StepPlan:
         weight_S: share of each token of the sample in the step's aggregate; see :func:`token_weights`.
         group_log_q_S: log of the expectation that GEPO divides by; see :func:`log_expected_probability`. 0 elsewhere.
         lags: one a sample: learner's version − version of each token, int32 [n].
-        tasks: one a sample.
+        tasks: one a sample; ``rollouts``: which of the task's group it is.
     """
 
     samples: tuple[Sample, ...]
@@ -47,6 +47,7 @@ class StepPlan:
     group_log_q_S: Float64Array
     lags: tuple[Int32Array, ...]
     tasks: tuple[TaskId, ...]
+    rollouts: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
@@ -80,7 +81,7 @@ def plan_step(groups: Sequence[Group], objective: Objective, version: int) -> St
     kept = [(group, *one) for group, held in trained for one in _kept(group, held, objective)]
     samples = tuple(
         Sample(index, group.prompt_ids, one.token_ids, one.logprobs, mask, advantage)
-        for index, (group, one, mask, advantage) in enumerate(kept)
+        for index, (group, one, _, mask, advantage) in enumerate(kept)
     )
     scored = sum(int(advantages.used.sum()) for _, advantages in trained)
     needed = parts.ratio == "group"
@@ -91,8 +92,9 @@ def plan_step(groups: Sequence[Group], objective: Objective, version: int) -> St
         flat=len(groups) - len(trained),
         weight_S=token_weights([int(sample.mask.sum()) for sample in samples], scored, objective),
         group_log_q_S=np.array([log_q[id(group)] for group, *_ in kept], dtype=np.float64),
-        lags=tuple(_lags(one, version) for _, one, _, _ in kept),
+        lags=tuple(_lags(one, version) for _, one, *_ in kept),
         tasks=tuple(group.task_id for group, *_ in kept),
+        rollouts=tuple(number for _, _, number, *_ in kept),
     )
 
 
@@ -146,12 +148,12 @@ def log_expected_probability(group: Group) -> float:
 
 def _kept(
     group: Group, advantages: Advantages, objective: Objective
-) -> Iterator[tuple[Rollout, BoolArray, float]]:
-    """Scored rollouts with a token to train: with their mask and advantage."""
-    for one, used, value in zip(group.rollouts, advantages.used, advantages.values, strict=True):
+) -> Iterator[tuple[Rollout, int, BoolArray, float]]:
+    """Scored rollouts with a token to train: with their number in the group, mask and advantage."""
+    for number, one in enumerate(group.rollouts):
         mask = trained_mask(one, objective)
-        if used and mask.any():
-            yield one, mask, float(value)
+        if advantages.used[number] and mask.any():
+            yield one, number, mask, float(advantages.values[number])
 
 
 def _lags(rollout: Rollout, version: int) -> Int32Array:
