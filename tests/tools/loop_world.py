@@ -17,6 +17,7 @@ from typing import Self
 import numpy as np
 
 from spotgrpo.consumer.audit import AuditReport, audit_run
+from spotgrpo.consumer.breakdown import Moments
 from spotgrpo.consumer.fit import Fit, group_fit
 from spotgrpo.consumer.learner import Learner, Wiring
 from spotgrpo.consumer.progress import Progress
@@ -66,7 +67,8 @@ class Stats:
     clipped_high_fraction: float = 0.0
     masked_fraction: float = 0.0
     mismatch_kl: float = 0.0
-    base_kl: float = 0.0
+    base_kl: float | None = None
+    advantages: Mapping[TaskId, Moments] = field(default_factory=dict)
     entropy: float = 1.0
     over_budget: int = 0
     skipped: bool = False

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from spotgrpo.consumer.breakdown import Moments, by_function, by_source
 from spotgrpo.consumer.fit import Fit
 from spotgrpo.consumer.intake import Seen
 from spotgrpo.consumer.ledger import CAUSES, Counts, Ledger
@@ -57,9 +58,11 @@ class StepStats(Protocol):
     @property
     def mismatch_kl(self) -> float: ...
     @property
-    def base_kl(self) -> float: ...
+    def base_kl(self) -> float | None: ...
     @property
     def entropy(self) -> float: ...
+    @property
+    def advantages(self) -> Mapping[TaskId, Moments]: ...
     @property
     def tokens(self) -> int: ...
     @property
@@ -217,14 +220,17 @@ class Progress:
         self._flat_batches = 0 if stats is not None else self._flat_batches + 1
         if self._flat_batches == self._say_flat_at:
             self._say_flat(groups)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         self._step = {
             "version": version,
             "groups": len(groups),
             "skipped": is_skipped,
             "steps_skipped": self._skipped,
-            **_of_rollouts([rollout for group in groups for rollout in group.rollouts]),
+            **_of_rollouts(rollouts),
+            **by_function(rollouts),
             **_of_lags(lags),
             **_of_step(stats),
+            **by_source(groups, stats.advantages if stats else {}),
             "perf/step_s": whole,
             "perf/train_s": seconds,
             "perf/rollout_wait_s": self._waits.rollouts,
@@ -272,12 +278,16 @@ class Progress:
         }
         self.metrics.write(record)
         self._last_record = record
-        reward = record["reward"]
         log.info(
-            "version %d/%d  reward %s  staleness %.1f  tokens %d  step %.1f s (waited %.1f s)",
+            "version %d/%d  reward %s  entropy %s  mismatch_kl %s  ratio_max %s  grad_norm %s  staleness %.1f  "
+            "tokens %d  step %.1f s (waited %.1f s)",
             self._version,
             self.max_steps,
-            "none" if reward is None else f"{reward:.3f}",
+            _shown(record["reward"]),
+            _shown(record["entropy"]),
+            _shown(record["mismatch_kl"]),
+            _shown(record["ratio_max"]),
+            _shown(record["grad_norm"]),
             record["sample/staleness_mean"],
             record["tokens"],
             record["perf/step_s"],
@@ -308,6 +318,10 @@ class Progress:
             "groups_quarantined": last.get("groups_quarantined", 0),
             **self._final,
         }
+
+
+def _shown(value: Json) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else "none"
 
 
 # Names that TRL has are TRL's.
@@ -353,4 +367,6 @@ def _of_step(stats: StepStats | None) -> dict[str, Json]:
         "kl": "base_kl",
         "entropy": "entropy",
     }
-    return {key: float(getattr(stats, name)) if stats else None for key, name in names.items()}
+    found: dict[str, Json] = {key: getattr(stats, name, None) for key, name in names.items()}
+    advantages = sum(stats.advantages.values(), Moments()) if stats else Moments()
+    return {**found, "advantage_mean": advantages.mean, "advantage_std": advantages.std}

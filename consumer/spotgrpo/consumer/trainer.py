@@ -19,6 +19,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from spotgrpo.consumer.breakdown import Moments
 from spotgrpo.consumer.fit import Fit, StepFits
 from spotgrpo.consumer.logprobs import batch_scores, head_is_faithful, per_sample, shares_prompts
 from spotgrpo.consumer.losses.composed import LossSums, Terms, loss_of, token_terms
@@ -74,10 +75,10 @@ class StepStats:
             and ``clipped_high_fraction`` add up to it.
         masked_fraction: of trained tokens, those that an off-policy correction left out.
         mismatch_kl: mean of r − 1 − log r (nats): policy against the policies that sampled.
-        base_kl: mean of the estimates of KL to the base (nats); 0 where the loss has no such term.
+        base_kl: mean of the estimates of KL to the base (nats); None where the loss has no such term.
         entropy: mean over trained tokens, of the distribution they were sampled from (nats).
         reward_mean, reward_std: over all scored rollouts, flat groups included.
-        advantage_std, advantage_max: over trained rollouts; the latter is the greatest size.
+        advantage_std, advantage_max: over trained rollouts; the latter is the greatest size. ``advantages`` by group.
         groups, flat: groups that were trained, and those without a gradient.
         tokens: trained tokens; ``input_tokens`` those that went through the model, ``rows`` and ``batches`` in how
             many rows and forward passes; ``over_budget`` sequences longer than the token budget.
@@ -98,12 +99,13 @@ class StepStats:
     clipped_high_fraction: float
     masked_fraction: float
     mismatch_kl: float
-    base_kl: float
+    base_kl: float | None
     entropy: float
     reward_mean: float
     reward_std: float
     advantage_std: float
     advantage_max: float
+    advantages: Mapping[TaskId, Moments]
     groups: int
     flat: int
     tokens: int
@@ -246,7 +248,8 @@ class Trainer:
         started = time.monotonic()
         plan = plan_step(groups, self._objective, self.steps_done)
         packed = self._pack(plan.samples, apart=look is not None and look.apart)
-        total, fits = _Totals(plan.tokens), StepFits(plan.tasks)
+        total = _Totals(plan.tokens, has_base=self._objective.parts.kl > 0)
+        fits = StepFits(plan.tasks)
         rate = learning_rate(self.steps_done, self._config)
         if total.trained:
             m2_bound = self._m2_bound(plan)
@@ -265,7 +268,7 @@ class Trainer:
             learning_rate=rate,
             **total.means(),
             **_reward_stats(groups),
-            **_advantage_stats(plan.samples),
+            **_advantage_stats(plan),
             **_size_stats(packed),
             groups=len(plan.groups),
             flat=plan.flat,
@@ -434,10 +437,10 @@ class Trainer:
 
 
 class _Totals:
-    """Sums over the micro-batches of a step of ``trained`` tokens."""
+    """Sums over the micro-batches of a step of ``trained`` tokens; ``has_base``: the loss has a KL term."""
 
-    def __init__(self, trained: int) -> None:
-        self.trained = trained
+    def __init__(self, trained: int, *, has_base: bool) -> None:
+        self.trained, self._has_base = trained, has_base
         self.loss = self.norm = 0.0
         self._sums: LossSums | None = None
 
@@ -465,7 +468,7 @@ class _Totals:
             "clipped_high_fraction": sums["clipped_high"] / tokens,
             "masked_fraction": sums["dropped"] / tokens,
             "mismatch_kl": sums["kl"] / tokens,
-            "base_kl": sums["base_kl"] / tokens,
+            "base_kl": sums["base_kl"] / tokens if self._has_base else None,
             "entropy": sums["entropy"] / tokens,
         }
 
@@ -494,9 +497,13 @@ def _reward_stats(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _advantage_stats(samples: Sequence[Sample]) -> dict[str, Any]:
-    advantages = [sample.advantage for sample in samples]
+def _advantage_stats(plan: StepPlan) -> dict[str, Any]:
+    advantages = [sample.advantage for sample in plan.samples]
+    by_task: dict[TaskId, list[float]] = defaultdict(list)
+    for task, advantage in zip(plan.tasks, advantages, strict=True):
+        by_task[task].append(advantage)
     return {
+        "advantages": {task: Moments.of(values) for task, values in by_task.items()},
         "advantage_std": float(np.std(advantages)) if advantages else 0.0,
         "advantage_max": max(map(abs, advantages), default=0.0),
     }
