@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import random
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -63,11 +65,21 @@ class MeteredEngine(PacedEngine):
     Args:
         meter: counts every token.
         ready_at: Unix seconds before which it does not start: the load time of a real engine.
+        shared_by: its tokens take so long while so many sequences share it, and less beside fewer; None: always.
+        shortest: share of its tokens that the shortest completion has; the seed draws the length of each.
     """
 
-    def __init__(self, *args: Any, meter: Meter, ready_at: float) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        meter: Meter,
+        ready_at: float,
+        shared_by: int | None = None,
+        shortest: float = 1.0,
+    ) -> None:
         super().__init__(*args)
         self._meter, self._ready_at = meter, ready_at
+        self._shared_by, self._shortest, self._running = shared_by, shortest, 0
         self._due: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
 
     async def start(self) -> None:
@@ -76,24 +88,38 @@ class MeteredEngine(PacedEngine):
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         self._meter.begin()
-        async for chunk in super().submit(request):
-            self._meter.add(len(chunk.token_ids))
-            yield chunk
+        draw = random.Random(request.seed).uniform(self._shortest, 1.0)
+        left = max(1, round(draw * request.sampling.max_new_tokens)) - len(request.prefix_ids)
+        self._running += 1
+        try:
+            async for chunk in super().submit(request):
+                left -= len(chunk.token_ids)
+                self._meter.add(len(chunk.token_ids))
+                yield chunk if left or chunk.finish else replace(chunk, finish="stop")
+                if not left:
+                    return
+        finally:
+            self._running -= 1
 
     async def pause(self) -> None:
         """Until the next token of the request is due; each request has a task of its own."""
         request = asyncio.current_task()
         assert request is not None
-        due = self._due.get(request, time.monotonic()) + self.token_s
+        share = self._running / self._shared_by if self._shared_by else 1.0
+        due = self._due.get(request, time.monotonic()) + share * self.token_s
         self._due[request] = due
         await asyncio.sleep(max(0.0, due - time.monotonic()))
 
 
 def install(order: dict[str, Any]) -> None:
-    """Meter the worker that ``order`` is for; it holds ``ready_at``."""
+    """Meter the worker that ``order`` is for; it holds ``ready_at``, and may hold what else the engine takes."""
     meter = Meter.create(Path(order["folder"]) / "meters" / str(os.getpid()))
     roles.PacedEngine = functools.partial(  # type: ignore[assignment,misc]
-        MeteredEngine, meter=meter, ready_at=order["ready_at"]
+        MeteredEngine,
+        meter=meter,
+        ready_at=order["ready_at"],
+        shared_by=order.get("shared_by"),
+        shortest=order.get("shortest", 1.0),
     )
     plain = roles._append
 

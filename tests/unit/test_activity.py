@@ -12,6 +12,7 @@ from spotgrpo.producer.activity import (
     BLOCKED,
     DRAINING,
     IDLE,
+    LEAVES_TASKS,
     LEFT,
     SHOWN_FIRST,
     Activity,
@@ -69,7 +70,7 @@ def test_every_stage_has_its_place() -> None:
 
 
 def test_the_learner_knows_every_state_that_a_worker_reports() -> None:
-    assert {*Stage, IDLE, BLOCKED, DRAINING} == set(STATES)
+    assert {*Stage, IDLE, BLOCKED, DRAINING, LEAVES_TASKS} == set(STATES)
     assert LEFT == LEFT_AS_THE_LEARNER_KNOWS_IT
 
 

@@ -23,6 +23,7 @@ Doing = Literal[
     "beginning",
     "generating",
     "idle",
+    "too slow",
     "other",
 ]
 STATES: Final[dict[str, Doing]] = {
@@ -36,6 +37,7 @@ STATES: Final[dict[str, Doing]] = {
     "waiting for room": "beginning",
     "generating": "generating",
     "idle": "idle",
+    "leaving tasks to faster workers": "too slow",
 }
 CLAUSES: Final[dict[Doing, str]] = {
     "waiting": "wait for a version: they cannot get it from the bucket, or refuse it; their logs say which",
@@ -47,6 +49,7 @@ CLAUSES: Final[dict[Doing, str]] = {
     "beginning": "begin tasks",
     "generating": "generate",
     "idle": "are idle",
+    "too slow": "leave tasks to faster workers, for as long as versions came faster than they could finish one",
     "other": "do something else",
 }
 START_ONE: Final = "start one with `spotgrpo worker …`"

@@ -12,6 +12,7 @@ from spotgrpo.shared.ids import Queues
 IDLE: Final = "idle"
 BLOCKED: Final = "publishing blocked"
 DRAINING: Final = "draining"
+LEAVES_TASKS: Final = "leaving tasks to faster workers"
 LEFT: Final = "left"
 
 
@@ -76,6 +77,7 @@ class Activity:
         is_connected: tasks can come.
         is_draining: it was told to go.
         has_left: all is over.
+        leaves_tasks: it could finish none in time.
     """
 
     now: float
@@ -88,6 +90,7 @@ class Activity:
     is_connected: bool = True
     is_draining: bool = False
     has_left: bool = False
+    leaves_tasks: bool = False
 
     @property
     def state(self) -> str:
@@ -102,12 +105,14 @@ class Activity:
         for stage in SHOWN_FIRST:
             if stage in stages:
                 return stage
-        return Stage.ADOPTING if self.serves is None else IDLE
+        if self.serves is None:
+            return Stage.ADOPTING
+        return LEAVES_TASKS if self.leaves_tasks else IDLE
 
     @property
     def is_idle(self) -> bool:
         """Nothing is wrong here, and nothing is left to do."""
-        return self.state == IDLE and self.is_connected
+        return self.state in (IDLE, LEAVES_TASKS) and self.is_connected
 
     def waits_for(self, queues: Queues, limits: Limits) -> str:
         """What would have to come for the work to go on, stage by stage; a clause each."""
@@ -120,6 +125,11 @@ class Activity:
             clauses.append(f"there is no version to serve yet{self._why_no_version()}")
         elif not self.tasks and not self.is_connected:
             clauses.append(f"there is no connection to {queues.tasks}, so no task comes")
+        elif not self.tasks and self.leaves_tasks:
+            clauses.append(
+                f"versions to come slower, since this worker would finish no task of {queues.tasks} before "
+                "max_staleness: faster ones take them"
+            )
         elif not self.tasks:
             clauses.append(
                 f"no task in {queues.tasks}; the learner hands out none, or is not there"

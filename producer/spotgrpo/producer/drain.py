@@ -39,6 +39,8 @@ class Job:
         drafts: its rollouts, from when sampling began.
         work: what brings it from version to ack.
         stage, since: how far it has come, and when (monotonic seconds) it came there.
+        began: when (monotonic seconds) its sampling began.
+        busy_s: seconds in which the engine's places had been taken by then, all together.
     """
 
     task: Task
@@ -49,6 +51,8 @@ class Job:
     work: asyncio.Task[None] | None = None
     stage: Stage = Stage.RECALLING
     since: float = field(default_factory=time.monotonic)
+    began: float = 0.0
+    busy_s: float = 0.0
 
     def enter(self, stage: Stage) -> None:
         """It has come to ``stage`` now."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Seats:
@@ -45,8 +46,9 @@ class Room:
     have ended, beside the ones that go on. A group of more sequences than there are places uses them in turn.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = self._free = limit
+        self._clock, self._at, self._busy_s = clock, clock(), 0.0
         self._asking: deque[Seats] = deque()
         self._nobody_asks = asyncio.Event()
         self._nobody_asks.set()
@@ -55,6 +57,24 @@ class Room:
     def used(self) -> int:
         """Places that are given out."""
         return self._limit - self._free
+
+    @property
+    def limit(self) -> int:
+        """Places that there are."""
+        return self._limit
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which places were taken, of all places together, up to now."""
+        now = self._clock()
+        self._busy_s += self.used * (now - self._at)
+        self._at = now
+        return self._busy_s
+
+    def _change(self, free: int) -> None:
+        """So many places more are free; what was counted until now stays."""
+        _ = self.busy_s
+        self._free += free
 
     @contextlib.contextmanager
     def seats(self, count: int) -> Iterator[Seats]:
@@ -72,14 +92,14 @@ class Room:
 
     def free(self, places: int) -> None:
         """Give places back."""
-        self._free += places
+        self._change(places)
         self._hand_out()
 
     def _hand_out(self) -> None:
         while self._free and self._asking:
             first = self._asking[0]
             first.hand()
-            self._free -= 1
+            self._change(-1)
             if not first.wanted:
                 self._asking.popleft()
         if self._asking:

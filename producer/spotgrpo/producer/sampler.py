@@ -35,6 +35,7 @@ class Draft:
     Attributes:
         brought: how many of its tokens a partial brought.
         saved: how many of them this worker has stored.
+        began_at, began_tokens: when (monotonic seconds) its first tokens of this worker came, and how many there were.
     """
 
     seed: int
@@ -44,6 +45,8 @@ class Draft:
     finish: Finish | None = None
     brought: int = 0
     saved: int = 0
+    began_at: float = 0.0
+    began_tokens: int = 0
 
     @property
     def has_grown(self) -> bool:
@@ -71,6 +74,16 @@ class Draft:
             tokens += self.versions.pop().tokens
         if tokens:
             self.versions.append(VersionRun(version, tokens))
+
+    def note_beginning(self) -> None:
+        """Tokens came."""
+        if not self.began_at:
+            self.began_at, self.began_tokens = time.monotonic(), len(self.token_ids)
+
+    def token_s(self, now: float) -> float:
+        """Seconds a token since the first here, or a little less; 0 before it."""
+        since = len(self.token_ids) - self.began_tokens
+        return (now - self.began_at) / (since + 1) if self.began_at else 0.0
 
     def partial(self) -> PartialRollout:
         """As it stands, to be carried on elsewhere."""
@@ -201,6 +214,7 @@ class Sampler:
             try:
                 async for chunk in self._engine.submit(request):
                     draft.add(chunk, request.version)
+                    draft.note_beginning()
                     finish = chunk.finish
                     self._on_tokens(len(chunk.token_ids))
             except asyncio.CancelledError:

@@ -26,6 +26,7 @@ from spotgrpo.producer.acks import Acks
 from spotgrpo.producer.activity import Activity, Held, Limits, Stage
 from spotgrpo.producer.drain import Drain, Job
 from spotgrpo.producer.engines.base import Engine, RequestRefused
+from spotgrpo.producer.gate import Gate
 from spotgrpo.producer.partials import Partials, comes_again
 from spotgrpo.producer.patience import Patience
 from spotgrpo.producer.policy import Adopted, PolicyWatcher
@@ -110,6 +111,15 @@ class Worker:
         self._consumer = wiring.broker.consumer(self._queues.tasks, self._prefetch)
         self._acks = Acks(self._consumer, MOST_HELD * self._prefetch)
         self._outlet = Outlet(wiring.store, self._keys, self._publisher)
+        self._gate = Gate(
+            wiring.document,
+            self._room,
+            wiring.policy,
+            self._consumer,
+            self._jobs,
+            self._forget,
+            self._activity,
+        )
         self._reporter = Reporter(
             wiring.worker_id, self._queues, self._publisher, self._values, wiring.config.report_s
         )
@@ -133,13 +143,13 @@ class Worker:
             background.append(self._spawn(self._wake_for_ever(wakeups)))
         stopped = asyncio.create_task(self._w.stopping.wait_async())
         finished = asyncio.create_task(self._w.policy.finished.wait())
-        intake = self._spawn(self._take_for_ever())
+        intake, gate = self._spawn(self._take_for_ever()), self._spawn(self._gate.run())
         close_s = CLOSE_S
         try:
             ends: set[asyncio.Future[Any]] = {stopped, finished, self._failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            intake.cancel()
-            proving.cancel()
+            for taking in (intake, gate, proving):
+                taking.cancel()
             if self._failure.done():
                 self._failure.result()
             log.info("the run is finished: leaving" if finished.done() else "stopping")
@@ -149,7 +159,7 @@ class Worker:
             if self._failure.done():  # meanwhile
                 self._failure.result()
         finally:
-            left = (*background, proving, intake, stopped, finished, *self._works())
+            left = (*background, proving, intake, gate, stopped, finished, *self._works())
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
@@ -179,6 +189,8 @@ class Worker:
 
     def _could_begin_more(self) -> bool:
         """Whether the window holds up what the engine has room for: last rollouts and rewards use it up too."""
+        if self._gate.asks:
+            return not self._gate.leaves_tasks
         is_all_begun = all(job.drafts for job in self._jobs.values())
         return is_all_begun and not self._publisher.blocked
 
@@ -253,10 +265,12 @@ class Worker:
             self._forget(job)
             return
         job.enter(Stage.SCORING)
+        self._gate.sampled(job)
         group = await self._score(task, adopted, sampled)
         reached(Step.WORKER_GENERATED)
         await self._publish(job, group)
         reached(Step.WORKER_CONFIRMED)
+        self._gate.published(job, sampled)
         self._acks.give(task.task_id, job.handles)
         self._forget(job)
         self._groups += 1
@@ -276,6 +290,7 @@ class Worker:
                 if adopted is None:
                     continue
                 job.enter(Stage.SAMPLING)
+                self._gate.began(job)
                 job.drafts = self._partials.begin(
                     task, found, adopted.version, self._w.policy.takeovers
                 )
@@ -465,6 +480,7 @@ class Worker:
             is_connected=self._consumer.generation > 0,
             is_draining=self._is_draining,
             has_left=self._has_left,
+            leaves_tasks=self._gate.leaves_tasks,
         )
 
     def _values(self) -> dict[str, Json]:
@@ -477,6 +493,9 @@ class Worker:
             "tasks": len(self._jobs),
             "groups": self._groups,
             "tokens": self._tokens,
+            "busy_s": self._gate.usage.busy_s,
+            "idle_s": {str(why): seconds for why, seconds in self._gate.usage.idle_s.items()},
+            "tasks_given_back": self._gate.given_back,
             "partials_saved": self._partials.counts.saved,
             "partials_resumed": self._partials.counts.resumed,
             "partials_stale": self._partials.counts.stale,

@@ -139,7 +139,7 @@ class Consumer(Protocol):
         """
 
     def ask_beyond(self) -> None:
-        """Ask for one delivery where the prefetch window is used up, or while paused. Returns at once; nothing may come.
+        """Ask for one delivery where the prefetch window is used up, or while paused. At once, and nothing may come.
 
         For a caller that has room for more than it is given: a bigger window would fill whether it has or not.
         """
