@@ -168,8 +168,11 @@ class Latest(SchemaDocument):
 
     ``epoch`` is the active learner's; ``serving`` and ``durable`` may still name versions of an epoch before it.
     ``writer`` and ``nonce`` tell one learner's bytes from any other's. ``finished`` tells workers to leave.
+    ``step_s`` are seconds of a step and ``group_tokens`` tokens of a group's longest completion, medians of late: a
+    worker tells from them whether it could finish a task in time.
     ``takeovers`` says, by epoch, from which version its learner resumed: newer ones of earlier epochs were given up.
-    ``wall_s`` are the seconds that learners have led the run, all together.
+    ``ended`` names the limit that finished the run, as key and value. ``wall_s`` are the seconds that learners have led
+    the run, all together, up to this move.
     """
 
     epoch: Annotated[int, Field(ge=1)]
@@ -178,7 +181,9 @@ class Latest(SchemaDocument):
     serving: Serving
     durable: Durable
     step_s: float = 0.0
+    group_tokens: float = 0.0
     finished: bool = False
+    ended: str = ""
     takeovers: dict[int, int] = {}
     wall_s: float = 0.0
     evaluated: Evaluated | None = None
