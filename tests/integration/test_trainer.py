@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from peft import PeftModel  # noqa: E402
 from safetensors.torch import load  # noqa: E402
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM  # noqa: E402
 
-from spotgrpo.consumer import logprobs as scoring  # noqa: E402
+from spotgrpo.consumer import head as heads  # noqa: E402
 from spotgrpo.consumer.trainer import PROBE_TOKENS, Trainer  # noqa: E402
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig  # noqa: E402
 from spotgrpo.shared.errors import ConfigError, IntegrityError  # noqa: E402
@@ -162,7 +162,7 @@ def test_the_gradient_does_not_depend_on_the_packing(
         trainer = make(tiny, token_budget=budget, max_grad_norm=1e9)
         stats.append(trainer.step(groups))
         found.append(weights(trainer))
-    monkeypatch.setattr("spotgrpo.consumer.trainer.shares_prompts", lambda *_: False)
+    monkeypatch.setattr("spotgrpo.consumer.trainer.layout_of", lambda *_: "rows")
     with caplog.at_level(logging.WARNING):
         trainer = make(tiny, max_grad_norm=1e9)
     assert "not shared" in caplog.text
@@ -180,7 +180,7 @@ def test_chunks_of_the_output_head_change_neither_logprobs_nor_gradient(
 ) -> None:
     whole = make(tiny)
     first = whole.step([group(0), group(1)])
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 300)  # three hidden states at a time
+    monkeypatch.setattr(heads, "TILE_ELEMENTS", 300)  # three hidden states at a time
     cut = make(tiny)
     second = cut.step([group(0), group(1)])
     assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
@@ -450,25 +450,80 @@ def test_what_is_not_there_is_a_config_error(
     assert caught.value.key == key
 
 
-def test_a_model_that_ignores_the_mask_gets_rows_of_plain_sequences(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", ["mask", "rows"])
+def test_a_model_that_ignores_the_tree_gets_a_mask_and_one_that_ignores_masks_plain_sequences(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """As a causal kernel does that takes no mask: found out by trying, and the logprobs are right all the same."""
     from transformers.models.llama import modeling_llama as llama
 
     real = llama.LlamaModel.forward
 
-    def deaf(self: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        flat = attention_mask if attention_mask is None or attention_mask.ndim == 2 else None
-        if flat is None and "input_ids" in kwargs:
-            flat = torch.ones_like(kwargs["input_ids"])
-        return real(self, *args, attention_mask=flat, **kwargs)
+    def deaf(
+        self: Any, *args: Any, attention_mask: Any = None, tree: Any = None, **kwargs: Any
+    ) -> Any:
+        if layout == "rows" and (attention_mask is None or attention_mask.ndim != 2):
+            attention_mask = torch.ones_like(kwargs["input_ids"])
+        return real(self, *args, attention_mask=attention_mask, **kwargs)
 
     truth = make(tiny)
+    stats = truth.step([group(0), group(1)])
     monkeypatch.setattr(llama.LlamaModel, "forward", deaf)
     trainer = make(tiny)
-    assert truth.shares_prompts
-    assert not trainer.shares_prompts
+    assert (truth._layout, trainer._layout) == ("nodes", layout)
+    assert (truth.shares_prompts, trainer.shares_prompts) == (True, layout == "mask")
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(tiny), group(0), 1.0)
     for ours, theirs in zip(trainer.logprobs(group(0)), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    mine = trainer.step([group(0), group(1)])
+    assert mine.grad_norm == pytest.approx(stats.grad_norm, rel=1e-4)
+
+
+def test_an_attention_of_the_users_choice_is_left_alone(tiny: Path) -> None:
+    trainer = make(tiny, model={"attn_implementation": "eager"})
+    assert trainer._layout == "mask"
+    assert trainer.step([group(0)]).grad_norm == pytest.approx(
+        make(tiny).step([group(0)]).grad_norm, rel=1e-4
+    )
+
+
+def test_a_step_never_holds_logits_of_all_tokens(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward: no tensor is as large as tokens × vocabulary, and none of a vocabulary over a tile."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Seen(TorchDispatchMode):
+        shapes: ClassVar[set[tuple[int, ...]]] = set()
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            self.shapes |= {tuple(t.shape) for t in tree_leaves(found) if hasattr(t, "shape")}
+            return found
+
+    trainer = make(tiny, learning_rate=1e-4)
+    vocabulary = trainer.vocabulary
+    groups = [group(index) for index in range(4)]
+    monkeypatch.setattr(heads, "TILE_ELEMENTS", 4 * vocabulary)
+    with Seen():
+        stats = trainer.step(groups)
+    of_logits = {shape for shape in Seen.shapes if shape and shape[-1] == vocabulary}
+    assert max(int(np.prod(shape)) for shape in of_logits - {(128, vocabulary)}) == 4 * vocabulary
+    assert stats.tokens > 4
+
+
+def test_the_fused_adapter_layers_are_those_of_peft(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [group(index) for index in range(3)]
+    fused = make(tiny)
+    monkeypatch.setattr("spotgrpo.consumer.trainer.fuse_lora", lambda *_: 0)
+    plain = make(tiny)
+    for _ in range(2):
+        ours, theirs = fused.step(groups), plain.step(groups)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    for mine, other in zip(fused.logprobs(groups[0]), plain.logprobs(groups[0]), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-4)

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from spotgrpo.consumer import logprobs as scoring  # noqa: E402
+from spotgrpo.consumer import head as heads  # noqa: E402
 from spotgrpo.consumer import trainer as training  # noqa: E402
 from spotgrpo.consumer.losses.objective import Objective  # noqa: E402
 from spotgrpo.consumer.trainer import StepStats, Trainer  # noqa: E402
@@ -149,7 +149,7 @@ def test_the_gradient_of_a_step_is_the_slope_of_its_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Central differences along the gradient itself: its norm is the slope. The output head runs in chunks."""
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 500)
+    monkeypatch.setattr(heads, "TILE_ELEMENTS", 500)
     state, groups = trained
     trainer = make(tiny, loss)
     trainer.restore(state)

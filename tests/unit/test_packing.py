@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spotgrpo.consumer import packing
 from spotgrpo.consumer.packing import MicroBatch, Sample, allowed, pack
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)  # few ids: prefixes meet often
@@ -68,6 +69,33 @@ def test_no_micro_batch_is_over_the_budget_but_for_single_sequences(
     over = [batch for batch in packed.batches if batch.input_ids_BT.size > budget]
     assert len(over) == packed.over_budget
     assert all(not batch.is_tree and batch.rows == 1 for batch in over)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups, st.integers(8, 40), st.integers(1, 3))
+def test_nodes_show_a_token_what_the_mask_does(
+    drawn: list[tuple[list[int], list[list[int]]]], budget: int, longest: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "LONGEST_NODE", longest)
+        packed = pack(samples_of(drawn), budget, share_worth=0.0, by_node=True)
+    for batch in packed.batches:
+        width = batch.input_ids_BT.shape[1]
+        assert batch.filled_tokens == width <= max(budget, 11), "no padding"
+        seen = np.zeros((width, width), dtype=np.bool_)
+        for node in batch.nodes:
+            own = np.arange(node.start, node.stop)
+            before = [np.arange(batch.nodes[i].start, batch.nodes[i].stop) for i in node.before]
+            seen[np.ix_(own, np.concatenate([*before, own[:0]]))] = True
+            seen[np.ix_(own, own)] = own[None, :] <= own[:, None]
+        assert (seen == allowed(batch)[0]).all()
+        assert [node.start for node in batch.nodes[1:]] == [n.stop for n in batch.nodes[:-1]]
+
+
+def test_rows_of_very_different_length_do_not_share_a_micro_batch() -> None:
+    samples = [sample(index, [1], [index] * (40 if index else 4)) for index in range(3)]
+    batches = pack(samples, 1000, share_worth=0.0).batches
+    assert [batch.input_ids_BT.shape for batch in batches] == [(2, 40), (1, 4)]
 
 
 def test_a_group_costs_one_prompt_and_its_completions() -> None:

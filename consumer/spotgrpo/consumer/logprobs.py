@@ -1,34 +1,38 @@
 """Log-probabilities of sampled tokens under the current policy, without a (tokens × vocabulary) matrix of a row.
 
 Hidden states are computed for the whole micro-batch; only those that predict a completion token go through the
-output head, in chunks that the backward pass computes again.
+output head.
 
-Shape suffixes: B rows, T tokens of a row, M tokens that predict, N predicted tokens, D hidden size, V vocabulary.
+Shape suffixes: B rows, T tokens of a row, N predicted tokens.
 """
 
 # ruff: noqa: N803, N806, N815  (shape suffixes: the legend is above)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from spotgrpo.consumer.packing import Float32Array, MicroBatch, Sample, allowed, pack
+from spotgrpo.consumer.head import output_head, sampled_logprobs
+from spotgrpo.consumer.packing import Float32Array, MicroBatch, Node, Sample, allowed, pack
+from spotgrpo.consumer.tree_attention import (
+    KWARG,
+    plan_attention,
+    use_own_attention,
+    use_tree_attention,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Head: TypeAlias = Callable[[Tensor], Tensor]
+Layout: TypeAlias = Literal["nodes", "mask", "rows"]
+"""How a model can see trees of sequences: attending node by node, by a mask, or not at all."""
 
-CHUNK_ELEMENTS = 1 << 25
-"""Logits that are held at once: 128 MiB of float32."""
 EXACT = 1e-3
 """Largest difference in float32 logprobs that two layouts of the same tokens may show."""
 ALWAYS = 1e9
@@ -40,65 +44,11 @@ NOISE = 0.1
 class TokenScores:
     """float32 [N] each: logprobs (with gradient), and the entropy of the distribution, in nats.
 
-    The entropy has a gradient only where it is asked for: it holds another chunk of logits.
+    The entropy has a gradient only where it is asked for: it costs another product with the head.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor
-
-
-def output_head(model: PreTrainedModel) -> Head:
-    """Hidden states [.., D] to float32 logits [.., V], with the model's own scaling and soft cap."""
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-
-    def logits(hidden: Tensor) -> Tensor:
-        found: Tensor = head(hidden).float() * scale if scale != 1.0 else head(hidden).float()
-        return cap * torch.tanh(found / cap) if cap else found
-
-    return logits
-
-
-def token_scores(
-    head: Head,
-    hidden_MD: Tensor,
-    row_N: Tensor,
-    target_N: Tensor,
-    temperature: float,
-    *,
-    entropy_gradient: bool = False,
-) -> TokenScores:
-    """Log-softmax(head(h[row]) / temperature)[target] for each of N pairs of a hidden state and a token.
-
-    A hidden state that predicts several tokens goes through the head once. Exact to float32: chunking changes
-    nothing. One chunk is held in memory; more are computed again in backward.
-    """
-    size = max(1, CHUNK_ELEMENTS // head(hidden_MD[:1].detach()).shape[-1])
-
-    def chunk(hidden: Tensor, row: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden) / temperature
-        total = torch.logsumexp(logits, dim=-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = total - (torch.softmax(logits, dim=-1) * logits).sum(-1)
-        return logits[row, target] - total[row], entropy[row]
-
-    if len(hidden_MD) <= size:
-        return TokenScores(*chunk(hidden_MD, row_N, target_N))
-    order = torch.argsort(row_N, stable=True)
-    row_N, target_N = row_N[order], target_N[order]
-    parts = []
-    for start in range(0, len(hidden_MD), size):
-        mine = slice(
-            *torch.searchsorted(row_N, torch.tensor([start, start + size]).to(row_N)).tolist()
-        )
-        here = (hidden_MD[start : start + size], row_N[mine] - start, target_N[mine])
-        parts.append(checkpoint(chunk, *here, use_reentrant=False))
-    back = torch.argsort(order)
-    logprobs, entropy = (torch.cat(values)[back] for values in zip(*parts, strict=True))
-    return TokenScores(logprobs, entropy)
 
 
 def batch_scores(
@@ -113,25 +63,32 @@ def batch_scores(
 
     ``heed_mask`` False attends as a model would that ignores the mask of a tree.
     """
+    head = output_head(model)
+    if head is None:
+        raise ValueError("the output head is no linear layer")
     device = model.device
     ids, positions, source_N, target_N = (
         torch.from_numpy(array).to(device)
         for array in (batch.input_ids_BT, batch.position_ids_BT, batch.source_N, batch.target_N)
     )
-    mask = _mask(batch, device, model.dtype, tree=batch.is_tree and heed_mask)
     output = model.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=False,
+        **_attention(model, batch, heed_mask=heed_mask),
     )
-    rows, row_N = torch.unique(source_N, return_inverse=True)
-    hidden_MD = output.last_hidden_state.flatten(0, 1)[rows]
-    return token_scores(
-        output_head(model),
-        hidden_MD,
+    order = torch.argsort(source_N, stable=True)
+    rows, row_N = torch.unique_consecutive(source_N[order], return_inverse=True)
+    found = sampled_logprobs(
+        head,
+        output.last_hidden_state.flatten(0, 1)[rows],
         row_N,
-        target_N,
+        target_N[order],
         temperature,
         entropy_gradient=entropy_gradient,
     )
+    back = torch.argsort(order)
+    return TokenScores(*(values[back] for values in found))
 
 
 def per_sample(batch: MicroBatch, values_N: Tensor) -> dict[int, Float32Array]:
@@ -140,41 +97,61 @@ def per_sample(batch: MicroBatch, values_N: Tensor) -> dict[int, Float32Array]:
     return {int(owner): values[batch.owner_N == owner] for owner in np.unique(batch.owner_N)}
 
 
-def shares_prompts(model: PreTrainedModel, context: int) -> bool:
-    """Whether this model heeds a mask that lets sequences share a prefix in a row.
+def layout_of(model: PreTrainedModel, context: int) -> Layout:
+    """How ``model`` can be given sequences that share a prefix in a row. It is left attending that way.
 
     Decided by trying: two prompts and five completions in one row against each sequence in a row of its own. In
-    half precision, where layouts differ by rounding, the difference is held against what ignoring the mask would do.
+    half precision, where layouts differ by rounding, the difference is held against what ignoring the tree would do.
 
     Args:
         model: the base, on its device.
         context: longest sequence that will be trained, in tokens.
     """
     if not _windows_hold(model, context):
-        return False
-    plain = _trial(model, share_worth=0.0)
+        return "rows"
+    plain = _trial(model, "rows")
+    if use_tree_attention(model):
+        if _is_right(model, "nodes", plain):
+            return "nodes"
+        use_own_attention(model)
+    return "mask" if _is_right(model, "mask", plain) else "rows"
+
+
+def _is_right(model: PreTrainedModel, layout: Layout, plain: Float32Array) -> bool:
     try:
-        shared = _trial(model, share_worth=ALWAYS)
+        shared = _trial(model, layout)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False  # an attention kernel that takes no such mask says so in its own way
     difference = float(np.abs(shared - plain).max())
     if model.dtype == torch.float32:
         return difference <= EXACT
-    ignored = _trial(model, share_worth=ALWAYS, heed_mask=False)
+    ignored = _trial(model, layout, heed_mask=False)
     return difference <= NOISE * float(np.abs(ignored - plain).max())
 
 
 def head_is_faithful(model: PreTrainedModel) -> bool:
-    """Whether ``output_head`` gives the logits that the model's own forward gives."""
+    """Whether the model's own forward gives the logits that :class:`Head` gives."""
+    head = output_head(model)
+    if head is None:
+        return False
     sample = _trial_samples(model.config.get_text_config().vocab_size)[0]
     ids = torch.from_numpy(sample.input_ids().astype(np.int64))[None].to(model.device)
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits.float()
-        ours = output_head(model)(
-            model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        )
+        ours = head.logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.05
     return bool((own - ours).abs().max() <= tolerance * (1.0 + own.abs().max()))
+
+
+def _attention(model: PreTrainedModel, batch: MicroBatch, *, heed_mask: bool) -> dict[str, Any]:
+    """What tells the model who sees whom."""
+    if not batch.nodes:
+        tree = batch.is_tree and heed_mask
+        return {"attention_mask": _mask(batch, model.device, model.dtype, tree=tree)}
+    # A mask of four dimensions is handed down as it is, and none is made in its place.
+    unused = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+    nodes = batch.nodes if heed_mask else (Node(0, batch.input_ids_BT.shape[1], ()),)
+    return {"attention_mask": unused, KWARG: plan_attention(nodes, model.device, model.dtype)}
 
 
 def _mask(batch: MicroBatch, device: torch.device, dtype: torch.dtype, *, tree: bool) -> Tensor:
@@ -212,12 +189,15 @@ def _trial_samples(vocabulary: int) -> list[Sample]:
     return [sample(i, prompts[which], count) for i, (which, count) in enumerate(shapes)]
 
 
-def _trial(model: PreTrainedModel, *, share_worth: float, heed_mask: bool = True) -> Float32Array:
-    """Logprobs of the trial samples, in their order; all in one row where sharing is worth anything."""
+def _trial(model: PreTrainedModel, layout: Layout, *, heed_mask: bool = True) -> Float32Array:
+    """Logprobs of the trial samples, in their order; all in one row where the layout shares."""
     found: dict[int, Float32Array] = {}
     samples = _trial_samples(model.config.get_text_config().vocab_size)
+    packed = pack(
+        samples, 1024, share_worth=0.0 if layout == "rows" else ALWAYS, by_node=layout == "nodes"
+    )
     with torch.no_grad():
-        for batch in pack(samples, 1024, share_worth=share_worth).batches:
+        for batch in packed.batches:
             scores = batch_scores(model, batch, 1.0, heed_mask=heed_mask)
             found |= per_sample(batch, scores.logprobs_N)
     return np.concatenate([found[index] for index in sorted(found)])

@@ -3,8 +3,9 @@
 A row holds a tree: a prefix that several sequences have in common (the prompt of a group, a system prompt, the
 first tokens of equal answers) is stored once, and each token sees only the tokens before it in its own sequence.
 Rows are in depth-first order, so a token's descendants stand right behind it and one integer, where they end, says
-who sees it. Where a model cannot do that, every sequence gets a row of its own. The gradient of a step is the same
-however it was packed (up to rounding).
+who sees it. Where a model attends node by node, a micro-batch is one row of trees without a token of padding; where it
+takes a mask, it is rows of similar length. Where a model can do neither, every sequence gets a row of its own. The
+gradient of a step is the same however it was packed (up to rounding).
 
 Shape suffixes: B rows, T tokens of a row, N predicted (completion) tokens of the micro-batch.
 """
@@ -13,6 +14,7 @@ Shape suffixes: B rows, T tokens of a row, N predicted (completion) tokens of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -27,6 +29,10 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 LONGEST_SHARED_ROW = 4096
 """Rows that are trees need a dense T × T mask; longer ones would pay more for it than they save."""
+LEAST_FILLED = 0.75
+"""A row is put under longer ones if it fills this much of their length; else padding costs more than another pass."""
+LONGEST_NODE = 256
+"""Longer runs of tokens are cut up: each piece attends to what stands before it, not to the masked rest of the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +59,20 @@ class Sample:
         return np.concatenate([self.prompt_ids, self.token_ids[:-1]])
 
 
+@dataclass(frozen=True)
+class Node:
+    """Tokens ``start`` to ``stop`` of a row, without a branch; ``before`` are the nodes on the way from the root."""
+
+    start: int
+    stop: int
+    before: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return self.stop - self.start
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One forward and backward pass.
@@ -67,6 +87,7 @@ class MicroBatch:
         target_N: id of the predicted token.
         behaviour_N, advantage_N, mask_N: of the predicted token.
         owner_N: ``Sample.index`` it belongs to; tokens of a sample stand together and in order.
+        nodes: of the only row, which they fill, for a model that attends node by node; none otherwise.
     """
 
     input_ids_BT: Int64Array
@@ -79,6 +100,7 @@ class MicroBatch:
     advantage_N: Float32Array
     mask_N: BoolArray
     owner_N: Int64Array
+    nodes: tuple[Node, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -131,7 +153,9 @@ class _Tree:
         return bool((self.ends == self.size).all())
 
 
-def pack(samples: Sequence[Sample], token_budget: int, *, share_worth: float) -> Packed:
+def pack(
+    samples: Sequence[Sample], token_budget: int, *, share_worth: float, by_node: bool = False
+) -> Packed:
     """Lay ``samples`` out in micro-batches of at most ``token_budget`` tokens, padding included.
 
     Sequences join a row in lexicographic order, so that common prefixes meet, as long as what sharing saves in
@@ -143,17 +167,25 @@ def pack(samples: Sequence[Sample], token_budget: int, *, share_worth: float) ->
         token_budget: tokens of a micro-batch.
         share_worth: pairs of attention that cost as much as one token's linear layers, about 6 × hidden size
             (2 · 12·L·d² against 4·L·d multiplications). 0: no sharing, each sequence has its own row.
+        by_node: attention is computed node by node, so that a long row costs none: whatever is shared is worth it.
 
     Raises:
         ValueError: an empty prompt or completion: nothing would predict its first token.
     """
     if any(not len(sample.prompt_ids) or not len(sample.token_ids) for sample in samples):
         raise ValueError("a prompt and its completion must have at least one token each")
-    trees = _grow(samples, min(token_budget, LONGEST_SHARED_ROW), share_worth)
+    if by_node:
+        trees = _grow(samples, token_budget, math.inf)
+    else:
+        trees = _grow(samples, min(token_budget, LONGEST_SHARED_ROW), share_worth)
     trees.sort(key=lambda tree: -tree.size)
-    batches = _micro_batches(trees, token_budget, fill_up=share_worth > 0)
+    batches = (
+        [[row] for row in _one_row_each(trees, token_budget)]
+        if by_node
+        else _micro_batches(trees, token_budget, fill_up=share_worth > 0)
+    )
     return Packed(
-        batches=tuple(_lay_out(rows) for rows in batches),
+        batches=tuple(_lay_out(rows, by_node=by_node) for rows in batches),
         over_budget=sum(tree.size > token_budget for tree in trees),
     )
 
@@ -188,6 +220,8 @@ def _joins(size: int, common: int, fresh: int, longest: int, share_worth: float)
     """Whether a sequence should join a row of ``size`` tokens of which it has ``common`` and would add ``fresh``."""
     if fresh == 0:
         return True
+    if common == 0:
+        return False
     # (size + fresh)² pairs in one row, against size² and (common + fresh)² in two.
     pairs = (size + fresh) ** 2 - size**2 - (common + fresh) ** 2
     return size + fresh <= longest and common * share_worth > max(pairs, 0)
@@ -200,6 +234,20 @@ def _common_prefix(left: Int32Array, right: Int32Array) -> int:
 
 
 _Row: TypeAlias = list[_Tree]
+
+
+def _one_row_each(trees: Iterable[_Tree], budget: int) -> list[_Row]:
+    """Micro-batches of one row by first fit."""
+    rows: list[_Row] = []
+    room: list[int] = []
+    for tree in trees:
+        number = next((i for i, left in enumerate(room) if tree.size <= left), len(rows))
+        if number == len(rows):
+            rows.append([])
+            room.append(budget)
+        rows[number].append(tree)
+        room[number] -= tree.size
+    return rows
 
 
 def _micro_batches(trees: Iterable[_Tree], budget: int, *, fill_up: bool) -> list[list[_Row]]:
@@ -219,13 +267,44 @@ def _place(batch: list[_Row], tree: _Tree, budget: int, *, fill_up: bool) -> boo
             if sum(held.size for held in row) + tree.size <= width:
                 row.append(tree)
                 return True
-    if (len(batch) + 1) * width <= budget:
+    if tree.size >= LEAST_FILLED * width and (len(batch) + 1) * width <= budget:
         batch.append([tree])
         return True
     return False
 
 
-def _lay_out(rows: list[_Row]) -> MicroBatch:
+def _nodes(trees: _Row) -> tuple[Node, ...]:
+    """Of trees that stand one behind the other."""
+    found: list[Node] = []
+    at = 0
+    for tree in trees:
+        starts = _node_starts(tree)
+        first = len(found)
+        ways: dict[int, tuple[int, ...]] = {}
+        for path in tree.paths:
+            way = np.searchsorted(starts, path[np.isin(path, starts)]).tolist()
+            ways |= {node: tuple(first + i for i in way[:depth]) for depth, node in enumerate(way)}
+        stops = [*starts[1:].tolist(), tree.size]
+        for node, (start, stop) in enumerate(zip(starts.tolist(), stops, strict=True)):
+            found.append(Node(at + start, at + stop, ways[node]))
+        at += tree.size
+    return tuple(found)
+
+
+def _node_starts(tree: _Tree) -> Int64Array:
+    """Where sequences begin, part and go on, and every LONGEST_NODE tokens from there."""
+    cuts = [np.zeros(1, dtype=np.int64)]
+    for path in tree.paths:
+        jumps = np.flatnonzero(np.diff(path) != 1)
+        cuts += [path[jumps] + 1, path[jumps + 1], path[-1:] + 1]
+    starts = np.unique(np.concatenate(cuts))
+    starts = starts[starts < tree.size]
+    stops = np.append(starts[1:], tree.size)
+    runs = zip(starts.tolist(), stops.tolist(), strict=True)
+    return np.concatenate([np.arange(start, stop, LONGEST_NODE) for start, stop in runs])
+
+
+def _lay_out(rows: list[_Row], *, by_node: bool) -> MicroBatch:
     width = max(sum(tree.size for tree in row) for row in rows)
     ids, positions, ends = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(3))
     sources: list[Int64Array] = []
@@ -253,4 +332,5 @@ def _lay_out(rows: list[_Row]) -> MicroBatch:
         advantage_N=np.repeat([s.advantage for s in samples], sizes).astype(np.float32),
         mask_N=np.concatenate([sample.mask for sample in samples]).astype(np.bool_),
         owner_N=np.repeat([sample.index for sample in samples], sizes).astype(np.int64),
+        nodes=_nodes(rows[0]) if by_node else (),
     )

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from spotgrpo.consumer.breakdown import Moments
 from spotgrpo.consumer.fit import Fit, StepFits
-from spotgrpo.consumer.logprobs import batch_scores, head_is_faithful, per_sample, shares_prompts
+from spotgrpo.consumer.logprobs import Layout, batch_scores, head_is_faithful, layout_of, per_sample
+from spotgrpo.consumer.lora import fuse_lora
 from spotgrpo.consumer.losses.composed import LossSums, Terms, loss_of, token_terms
 from spotgrpo.consumer.losses.gather import gather, step_second_moment_limit
 from spotgrpo.consumer.losses.objective import Objective
@@ -168,8 +169,9 @@ class Trainer:
         self._objective = objective or Objective()
         self._base = load_base(model_config, resolve_device(train_config.device))
         self.max_context = max_context(self._base, model_config)
-        self._shares_prompts = self._try_the_model(model_config.name)
+        self._layout = self._try_the_model(model_config.name)
         self._adapted = add_lora(self._base, lora_config, seed)
+        fuse_lora(self._adapted, ADAPTER)
         if train_config.gradient_checkpointing:
             checkpoint_gradients(self._base)
         self._adapter_config = adapter_config(self._adapted, model_config.name)
@@ -234,7 +236,7 @@ class Trainer:
     @property
     def shares_prompts(self) -> bool:
         """True where rows hold a prompt once for all its completions."""
-        return self._shares_prompts
+        return self._layout != "rows"
 
     def step(self, groups: Sequence[Group], look: Look | None = None) -> StepStats:
         """Take one optimizer step on ``groups`` and make the next version.
@@ -302,10 +304,16 @@ class Trainer:
         counters = unpack_state(state, self._parameters, self._optimizer)
         self.steps_done, self.probe_ids = counters.steps_done, counters.probe_ids
 
-    def logprobs(self, group: Group) -> list[Float32Array]:
-        """Current logprobs at the sampling temperature of each rollout's tokens, float32."""
+    def logprobs(
+        self, group: Group, *, temperature: float | None = None, adapter: bool = True
+    ) -> list[Float32Array]:
+        """Logprobs of each rollout's tokens, float32: of this version at the sampling temperature, unless told else.
+
+        ``adapter`` False takes the base instead of this version.
+        """
         samples = [_sample(i, group, rollout, 0.0) for i, rollout in enumerate(group.rollouts)]
-        found = self._score(samples, self._temperature)
+        with contextlib.nullcontext() if adapter else self._adapted.disable_adapter():
+            found = self._score(samples, temperature or self._temperature)
         return [found[index] for index in range(len(samples))]
 
     def sequence_logprobs(self, token_ids: Sequence[int], *, adapter: bool) -> Float32Array:
@@ -330,25 +338,27 @@ class Trainer:
             found = self._score(samples, 1.0)
         return [found[index] for index in range(len(samples))]
 
-    def _try_the_model(self, name: str) -> bool:
+    def _try_the_model(self, name: str) -> Layout:
         if not head_is_faithful(self._base):
             raise ConfigError(
                 "model.name",
                 name,
                 "its logits are not its output head's: this model is not supported",
             )
-        shares = shares_prompts(self._base, self.max_context)
-        if not shares:
+        layout = layout_of(self._base, self.max_context)
+        if layout == "rows":
             log.warning(
                 "%s does not heed a given attention mask: prompts are not shared, steps take longer",
                 name,
             )
-        return shares
+        return layout
 
     def _pack(self, samples: Sequence[Sample], *, apart: bool = False) -> Packed:
+        layout: Layout = "rows" if apart else self._layout
         width: int = self._base.config.get_text_config().hidden_size
-        worth = 6.0 * width if self._shares_prompts and not apart else 0.0
-        return pack(samples, self._config.token_budget, share_worth=worth)
+        worth = 0.0 if layout == "rows" else 6.0 * width
+        budget = self._config.token_budget
+        return pack(samples, budget, share_worth=worth, by_node=layout == "nodes")
 
     def _score(self, samples: Sequence[Sample], temperature: float) -> dict[int, Float32Array]:
         found: dict[int, Float32Array] = {}
