@@ -8,7 +8,8 @@ A group that was begun before this was known goes back early, while it is cheap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Final
 
 from spotgrpo.producer.forecast import Pace, Speed, Timing
@@ -81,15 +82,20 @@ class Admission:
             return
         if not self.asks:
             self.asks = not self._is_in_time(pace, served, self.speed.load)
-        else:
-            late_start = Pace(pace.newest, max(pace.age_s, pace.step_s), pace.step_s)
-            wanted = min(self._most, tasks + 2)
-            self.asks = self._width(late_start, served) < wanted
-        self.width = self._width(pace, served) if self.asks else self._most
-        if tasks or not self.asks:
             self._taken_at = pace.newest
-        elif pace.newest - self._taken_at >= TRY_EVERY:
+        else:
+            self.asks = not self._keeps_up_again(pace, served, tasks)
+        self.width = self._width(pace, served) if self.asks else self._most
+        if tasks:
+            self._taken_at = pace.newest
+        elif self.asks and pace.newest - self._taken_at >= TRY_EVERY:
             self.width = max(1, self.width)
+
+    def _keeps_up_again(self, pace: Pace, served: int, tasks: int) -> bool:
+        """Whether more than it had lately would be in time too, at the worst moment to begin one."""
+        last_moment = replace(pace, age_s=pace.version_s)
+        had = max(tasks, math.ceil(self.speed.load / self._group_size))
+        return self._width(last_moment, served) >= min(self._most, had + 1)
 
     def _width(self, pace: Pace, served: int) -> int:
         """Groups at a time of which each would be in time; fewer are never slower."""
