@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,8 +13,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from spotgrpo.consumer.diagnosis import explain
 from spotgrpo.consumer.fit import Fit, group_fit
+from spotgrpo.consumer.mismatch import MismatchWatch
 from tests.integration.test_trainer import group, make, on_policy, one_thread, tiny
+from tests.tools.wrong_engine import sampled
 
 if TYPE_CHECKING:
     from spotgrpo.consumer.trainer import Trainer
@@ -27,9 +30,9 @@ RIGHT = 1e-4
 """Nats; an alarm in float32 comes at 1e-2."""
 
 
-def trained(tiny: Path, *, temperature: float = 1.0, token_budget: int = 4096) -> Trainer:
+def trained(tiny: Path, *, temperature: float = 1.0, **train: Any) -> Trainer:
     """A trainer some steps away from the base: always the same weights."""
-    trainer = make(tiny, temperature=temperature, token_budget=token_budget)
+    trainer = make(tiny, temperature=temperature, **train)
     for index in range(3):
         trainer.step([group(index)])
     return trainer
@@ -103,3 +106,69 @@ def test_flat_groups_and_masked_tokens_say_nothing(tiny: Path) -> None:
     fit = stats.fits[half.task_id]
     assert fit.tokens == 1 + sum(len(one.token_ids) for one in half.rollouts[1:])
     assert fit.mean_gap < RIGHT
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "cooler": ({"temperature": 0.7}, "they are those of temperature 0.7 (within"),
+    "a little cooler": ({"temperature": 0.9}, "they are those of temperature 0.9 (within"),
+    "hotter": ({"temperature": 1.4}, "they are those of temperature 1.4 (within"),
+    "truncated": ({"top_p": 0.9}, "it samples from a truncated distribution"),
+    "hardly truncated": ({"top_p": 0.98}, "it samples from a truncated distribution"),
+    "the base": ({"adapter": False}, "its engine does not apply the adapter"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "quarantines"), [("hotter", True), *((name, False) for name in WRONG)]
+)
+def test_an_engine_that_samples_wrongly_is_told_how(
+    tiny: Path, caplog: pytest.LogCaptureFixture, name: str, quarantines: bool
+) -> None:
+    """With quarantine before anything is trained, else with the first group after the step that found it."""
+    options, cause = WRONG[name]
+    trainer = trained(tiny, learning_rate=3e-3)
+    watch = MismatchWatch(None, "float32", quarantines=quarantines, recompute=trainer.logprobs)
+    for version in (3, 4):
+        groups = [
+            sampled(trainer, group(version), **options),
+            dataclasses.replace(on_policy(trainer, group(version + 9)), worker="well"),
+        ]
+        for each in groups:
+            watch.arrived(each, version)
+        if quarantines:
+            break
+        stats = trainer.step(groups)
+        watch.trained([(each.worker, stats.fits[each.task_id]) for each in groups], version)
+    assert watch.mismatched == ["w"]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (1 if quarantines else 2)
+    assert "worker w does not sample what it says" in said[0]
+    assert cause in said[-1]
+
+
+def test_an_older_version_is_blamed_on_nothing_else(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = make(tiny)
+    older.step([group(0)])
+    trainer = trained(tiny)
+    wrong = sampled(older, group(5))
+    assert explain(wrong, trainer.logprobs) is None
+    watch = MismatchWatch(None, "float32", quarantines=True, recompute=trainer.logprobs)
+    watch.arrived(wrong, 3)
+    assert "the adapter is another version's" in caplog.text
+
+
+def test_logprobs_of_before_the_temperature_are_told_from_right_ones(tiny: Path) -> None:
+    """As a server gives them that was started without --logprobs-mode processed_logprobs."""
+    trainer = trained(tiny, temperature=0.7)
+    right = sampled(trainer, group(5), temperature=0.7)
+    right = dataclasses.replace(
+        right, sampling=dataclasses.replace(right.sampling, temperature=0.7)
+    )
+    assert group_fit(right, trainer.logprobs(right)).mean_gap < RIGHT
+    raw = with_logprobs(right, trainer.logprobs(right, temperature=1.0))
+    found = explain(raw, trainer.logprobs)
+    assert found is not None
+    assert "temperature 1 (within" in found
+    assert "logprobs of before the temperature" in found

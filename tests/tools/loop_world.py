@@ -91,7 +91,9 @@ class BookkeepingTrainer:
         fits = {group.task_id: group_fit(group, self.logprobs(group)) for group in groups}
         return Stats(tokens=sum(group.tokens for group in groups), fits=fits)
 
-    def logprobs(self, group: Group) -> list[Float32Array]:
+    def logprobs(
+        self, group: Group, *, temperature: float | None = None, adapter: bool = True
+    ) -> list[Float32Array]:
         """Those that :func:`answer` gives."""
         return [-np.arange(1, 1 + len(one.token_ids), dtype=np.float32) for one in group.rollouts]
 

@@ -70,7 +70,7 @@ class Desk:
             config.train,
             self.pacing,
             Objective.of(config),
-            MismatchWatch(None, "float32", quarantines=False, recompute=lambda _: []),
+            MismatchWatch(None, "float32", quarantines=False, recompute=lambda _, **__: []),
             epoch=ledger.epoch,
             stopping=self.stopping,
         )

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from spotgrpo.consumer.diagnosis import Recompute
 from spotgrpo.consumer.fit import Fit, StepFits, group_fit
 from spotgrpo.consumer.mismatch import BOUND, ENOUGH, KNOWN_FOR, MOST_WORKERS, MismatchWatch
 from spotgrpo.consumer.packing import Float32Array, Sample, pack
@@ -17,24 +17,29 @@ from tests.tools.wire_samples import GROUP
 GOOD, BAD = Fit(ENOUGH, 0.0, 0.0), Fit(ENOUGH, 1.0 * ENOUGH, 0.5 * ENOUGH)
 
 
-def watch(
-    *,
-    bound: float | None = 0.1,
-    quarantines: bool = True,
-    recompute: Callable[[Group], Sequence[Float32Array]] = lambda _: [],
-) -> MismatchWatch:
-    return MismatchWatch(bound, "float32", quarantines=quarantines, recompute=recompute)
-
-
 class Recomputing:
     """A trainer whose logprobs are ``apart`` from those of any group; it counts how often it is asked."""
 
     def __init__(self) -> None:
         self.apart, self.asked = 0.0, 0
 
-    def __call__(self, group: Group) -> list[Float32Array]:
+    def __call__(
+        self, group: Group, *, temperature: float | None = None, adapter: bool = True
+    ) -> list[Float32Array]:
         self.asked += 1
         return [one.logprobs + np.float32(self.apart) for one in group.rollouts]
+
+
+def watch(
+    *,
+    bound: float | None = 0.1,
+    dtype: str = "float32",
+    quarantines: bool = True,
+    recompute: Recompute | None = None,
+) -> MismatchWatch:
+    return MismatchWatch(
+        bound, dtype, quarantines=quarantines, recompute=recompute or Recomputing()
+    )
 
 
 def of_worker(worker: str) -> Group:
@@ -100,20 +105,35 @@ def test_a_worker_over_the_bound_is_named_once_with_what_it_may_be(
     assert record.levelno == logging.WARNING
     assert "worker hot does not sample what it says" in record.getMessage()
     assert "by 1 nats on average, over the bound of 0.1" in record.getMessage()
-    assert "another temperature or base model" in record.getMessage()
+    assert "what makes it differ is looked into" in record.getMessage()
     assert not watching.refuses("hot")
     assert watching.quarantined == []
 
 
+def test_what_stays_wrong_is_said_again_in_growing_gaps(caplog: pytest.LogCaptureFixture) -> None:
+    watching = watch(quarantines=False)
+    said = []
+    for version in range(100):
+        watching.trained([("hot", BAD)], version)
+        said.append(len(caplog.records))
+    assert [version for version in range(1, 100) if said[version] > said[version - 1]] == [
+        10,
+        30,
+        70,
+    ]
+
+
 def test_a_small_difference_is_called_one_of_precision(caplog: pytest.LogCaptureFixture) -> None:
-    watch(bound=None).trained([("coarse", Fit(1000, 40.0))], 1)
+    watching = watch(bound=None)
+    watching.trained([("coarse", Fit(1000, 40.0))], 1)
+    watching.arrived(of_worker("coarse"), 2)
     assert "computes in less than float32" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", sorted(BOUND))
 def test_the_bound_goes_by_dtype(dtype: str) -> None:
     def refuses(mean: float) -> bool:
-        watching = MismatchWatch(None, dtype, quarantines=True, recompute=lambda _: [])
+        watching = watch(bound=None, dtype=dtype)
         watching.trained([("w", Fit(1000, 1000 * mean))], 1)
         return watching.refuses("w")
 
@@ -133,12 +153,21 @@ def test_a_single_odd_token_is_no_alarm_and_many_of_them_are() -> None:
 
 def test_figures_are_of_what_was_compared_since_the_last_ones() -> None:
     watching = watch()
-    watching.trained([("hot", BAD), ("well", GOOD), ("well", GOOD), ("none", Fit())], 1)
+    watching.trained(
+        [
+            ("hot", BAD),
+            ("well", GOOD),
+            ("well", GOOD),
+            ("none", Fit()),
+        ],
+        1,
+    )
     assert watching.figures() == {
         "sampling/sampling_logp_difference/mean": pytest.approx(1 / 3),
         "lag0_tokens": 3 * ENOUGH,
         "mismatch_by_worker": {"hot": 1.0, "well": 0.0},
         "mismatch_kl_by_worker": {"hot": 0.5, "well": 0.0},
+        "mismatched": ["hot"],
         "quarantined": ["hot"],
     }
     assert watching.figures() == {
@@ -146,6 +175,7 @@ def test_figures_are_of_what_was_compared_since_the_last_ones() -> None:
         "lag0_tokens": 0,
         "mismatch_by_worker": {},
         "mismatch_kl_by_worker": {},
+        "mismatched": ["hot"],
         "quarantined": ["hot"],
     }
 
@@ -190,6 +220,7 @@ def test_one_in_quarantine_is_looked_at_once_a_version_and_a_known_one_now_and_t
         return recomputing.asked - before
 
     watching.trained([("w", BAD)], 1)
+    assert asked_at(1) == 1, "why it differs is looked into"
     assert [asked_at(version) for version in (1, 2, 3)] == [0, 1, 1]
     watching.trained([("w", GOOD)], 3)
     assert [asked_at(version) for version in (4, 2 + KNOWN_FOR)] == [0, 0]

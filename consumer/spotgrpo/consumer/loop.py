@@ -80,8 +80,10 @@ class TrainerPort(Protocol):
     def restore(self, state: bytes) -> None:
         """Continue from ``state``."""
 
-    def logprobs(self, group: Group) -> list[Float32Array]:
-        """Of each rollout's tokens, under the weights as they are and at the sampling temperature."""
+    def logprobs(
+        self, group: Group, *, temperature: float | None = None, adapter: bool = True
+    ) -> Sequence[Float32Array]:
+        """Of each rollout's tokens: under the weights as they are and at the sampling temperature, unless told else."""
 
 
 @dataclass(frozen=True)

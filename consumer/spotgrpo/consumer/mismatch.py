@@ -11,18 +11,22 @@ before something is known, one group is computed ahead of the step where it came
 - is unknown, or nothing was known of it for ``KNOWN_FOR`` versions: at lags of 1 and more, steps alone would not tell;
 - is in quarantine, once a version: a worker whose groups fit again is let in again.
 
+Why a worker differs is looked into once (``diagnosis``), for some forward passes of one of its groups, and before a
+step: after it, the weights are another version's.
+
 It is kept in memory: a learner that takes over looks anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from spotgrpo.consumer.diagnosis import Recompute, explain
 from spotgrpo.consumer.fit import Fit, group_fit
-from spotgrpo.consumer.packing import Float32Array
+from spotgrpo.shared.gaps import Repeats
 from spotgrpo.shared.wire import Group, Json
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ float32 2e-5, bfloat16 0.03 to 0.05; sampled at temperature 0.9 in place of 1: 0
 ENOUGH: Final = 64
 """Tokens that say something about a mean; fewer count as if the rest of these fitted."""
 KNOWN_FOR: Final = 10
+LATER: Final = "what makes it differ is looked into with its next group of lag 0"
 MOST_WORKERS: Final = 1024
 MOST_SHOWN: Final = 32
 
@@ -45,13 +50,15 @@ class _Standing:
         recent: fit of its newest tokens, ENOUGH of them where there are as many.
         known_at: version at which something of it was compared last.
         is_over: it does not fit.
-        is_told: it was alarmed of.
+        cause: why, most likely; None before it was looked for.
+        alarm: when it is spoken of.
     """
 
     recent: Fit = field(default_factory=Fit)
     known_at: int | None = None
     is_over: bool = False
-    is_told: bool = False
+    cause: str | None = None
+    alarm: Repeats = field(default_factory=Repeats)
 
 
 class MismatchWatch:
@@ -61,7 +68,7 @@ class MismatchWatch:
         bound: mean |behaviour − recomputed| logprob in nats; None: by dtype.
         dtype: of the learner's base model.
         quarantines: whether groups of workers over the bound are refused.
-        recompute: gives the trainer's logprobs of a group's rollouts.
+        recompute: of the trainer as it is.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class MismatchWatch:
         dtype: str,
         *,
         quarantines: bool,
-        recompute: Callable[[Group], Sequence[Float32Array]],
+        recompute: Recompute,
     ) -> None:
         self._bound = BOUND[dtype] if bound is None else bound
         self._dtype, self._quarantines, self._recompute = dtype, quarantines, recompute
@@ -86,14 +93,29 @@ class MismatchWatch:
             self._note(worker, fit, version)
 
     def arrived(self, group: Group, version: int) -> None:
-        """A group of lag 0 came: with quarantine, one that is due is looked at now, for a forward pass."""
-        if self._quarantines and self._is_due(self._standings.get(group.worker), version):
-            self._note(group.worker, group_fit(group, self._recompute(group)), version)
+        """A group of lag 0 came, and the weights are still those that it was sampled with.
+
+        With quarantine, one that is due is compared now, for a forward pass. What made its worker differ is looked for,
+        once, for some more.
+        """
+        worker = group.worker
+        if self._quarantines and self._is_due(self._standings.get(worker), version):
+            fit = group_fit(group, self._recompute(group))
+            self._note(worker, fit, version, lambda: self._cause(group, fit))
+        standing = self._standings.get(worker)
+        if standing is not None and standing.is_over and standing.cause is None:
+            standing.cause = self._cause(group, standing.recent)
+            log.warning("what makes worker %s differ: %s", worker, standing.cause)
 
     def refuses(self, worker: str) -> bool:
         """Whether groups of ``worker`` must not be trained."""
         standing = self._standings.get(worker)
         return self._quarantines and standing is not None and standing.is_over
+
+    @property
+    def mismatched(self) -> list[str]:
+        """Workers that do not sample what they say, as far as is known."""
+        return sorted(worker for worker, standing in self._standings.items() if standing.is_over)
 
     @property
     def quarantined(self) -> list[str]:
@@ -110,6 +132,7 @@ class MismatchWatch:
             "lag0_tokens": whole.tokens,
             "mismatch_by_worker": {worker: fit.mean_gap for worker, fit in worst},
             "mismatch_kl_by_worker": {worker: fit.mean_kl for worker, fit in worst},
+            "mismatched": [*self.mismatched[:MOST_SHOWN]],
             "quarantined": [*self.quarantined[:MOST_SHOWN]],
         }
 
@@ -118,7 +141,9 @@ class MismatchWatch:
             return True
         return version - standing.known_at >= (1 if standing.is_over else KNOWN_FOR)
 
-    def _note(self, worker: str, fit: Fit, version: int) -> None:
+    def _note(
+        self, worker: str, fit: Fit, version: int, cause: Callable[[], str] | None = None
+    ) -> None:
         if not fit.tokens:
             return
         standing = self._standings.pop(worker, None) or _Standing()
@@ -133,22 +158,29 @@ class MismatchWatch:
             standing.is_over = True
         elif recent.tokens >= ENOUGH:
             standing.is_over = False
-        if standing.is_over and not standing.is_told:
-            self._alarm(worker, recent)
-            standing.is_told = True
+        if standing.alarm.is_due(standing.is_over):
+            if standing.cause is None and cause is not None:
+                standing.cause = cause()
+            self._alarm(worker, recent, standing.cause or LATER)
         elif standing.is_over != was_over and self._quarantines:
             what = "does not fit again, and is refused" if standing.is_over else "fits again"
             log.info("what worker %s samples %s (%.2g nats)", worker, what, recent.mean_gap)
 
-    def _alarm(self, worker: str, fit: Fit) -> None:
-        """Once a worker."""
-        coarse = fit.mean_gap <= BOUND["bfloat16"] and self._dtype != "bfloat16"
-        likely = (
-            f"most likely its engine computes in less than {self._dtype} (its dtype, quantised weights), or its "
-            "adapter is an older version's"
-            if coarse
-            else "most likely another temperature or base model, or the adapter is missing or another version's"
+    def _cause(self, group: Group, fit: Fit) -> str:
+        found = explain(group, self._recompute)
+        if found is not None:
+            return found
+        if fit.mean_gap <= BOUND["bfloat16"] and self._dtype != "bfloat16":
+            return (
+                f"most likely its engine computes in less than {self._dtype} (its dtype, quantised weights), or its "
+                "adapter is an older version's"
+            )
+        return (
+            "neither the base model nor another temperature explains it: most likely another base model, or the "
+            "adapter is another version's"
         )
+
+    def _alarm(self, worker: str, fit: Fit, cause: str) -> None:
         then = (
             "its groups are not trained until they fit again"
             if self._quarantines
@@ -161,6 +193,6 @@ class MismatchWatch:
             fit.tokens,
             fit.mean_gap,
             self._bound,
-            likely,
+            cause,
             then,
         )
