@@ -1,10 +1,11 @@
 """From the end of an optimizer step to the first token under the new version, part by part.
 
-Real ``spotgrpo learner`` and ``spotgrpo worker`` processes with a real broker, bucket and vLLM, which train and serve
-SmolLM2-135M in float32 while requests run; the rank of the adapter makes its size. Each process writes down when it
-passes what. Beside it, in the same run, the way over a mounted folder: save, rename, POST to ``vllm serve``, with the
-same number of requests running. The last line is one JSON object; its figures at the top are those of 20 MB and one
-worker.
+Real ``spotgrpo learner`` and ``spotgrpo worker`` processes with a real broker, bucket and vLLM, which train and serve a
+model in float32 while requests run; the rank of the adapter makes its size. Each process writes down when it passes
+what. The model has few and wide layers, so that a token of four sequences takes a CPU about as long as a GPU takes for
+one of a 7B model; ``--model`` names another. Beside it, in the same run, the way over a mounted folder: save, rename,
+POST to ``vllm serve``, with the same number of requests running. The last line is one JSON object; its figures at the
+top are those of 20 MB and one worker.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-RANKS = {1: 1, 5: 4, 20: 16, 80: 64}
-"""Adapter size in MB (float32, all linear layers of SmolLM2-135M) -> rank."""
+SIZES = (1, 5, 20, 80)
+"""MB, float32, all linear layers."""
 GROUP_SIZE, NEW_TOKENS, SEQUENCES = 4, 32, 4
 POLL_S = 1.0
 WARM_UP = 3
@@ -172,7 +173,7 @@ def watch_worker(diary: Diary, wakes: bool) -> None:
     async def ask(engine: Engine, adopted: Adopted) -> None:
         request = GenerationRequest(
             f"first-{adopted.version}",
-            (504, 2876, 282),
+            (10, 20, 30),
             Sampling(max_new_tokens=1),
             seed=1,
             version=adopted.version,
@@ -241,6 +242,7 @@ def be_role(args: argparse.Namespace) -> None:
 @dataclass(frozen=True)
 class Cell:
     mb: int
+    rank: int
     workers: int
     wakes: bool
 
@@ -291,7 +293,7 @@ def play(cell: Cell, folder: Path, model: Path, environ: Mapping[str, str], step
     settings = {
         "run": str(cell),
         "model": model,
-        "rank": RANKS[cell.mb],
+        "rank": cell.rank,
         "group_size": GROUP_SIZE,
         "new_tokens": NEW_TOKENS,
         "steps": steps,
@@ -408,7 +410,7 @@ def note_gaps(
 # ---- the way over a mounted folder ----------------------------------------------------------------------------------
 
 
-def mounted(mb: int, folder: Path, model: Path, adoptions: int) -> list[float]:
+def mounted(mb: int, rank: int, folder: Path, model: Path, adoptions: int) -> list[float]:
     """Seconds from having the weights to the first token: save, rename, POST, ask; with requests running."""
     import httpx2
     import torch
@@ -417,11 +419,11 @@ def mounted(mb: int, folder: Path, model: Path, adoptions: int) -> list[float]:
 
     torch.set_num_threads(1)
     base = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    options = LoraConfig(r=RANKS[mb], lora_alpha=RANKS[mb], target_modules="all-linear")
+    options = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
     adapted = get_peft_model(base, options)
     here = folder / f"mounted-{mb}mb"
     here.mkdir()
-    with vllm_serve(here, model, RANKS[mb]) as url, httpx2.Client(timeout=120) as http:
+    with vllm_serve(here, model, rank) as url, httpx2.Client(timeout=120) as http:
         found: list[float] = []
         stop = threading.Event()
         callers: list[threading.Thread] = []
@@ -454,7 +456,7 @@ def mounted(mb: int, folder: Path, model: Path, adoptions: int) -> list[float]:
 
 
 def ask(http: Any, url: str, name: str, tokens: int) -> None:
-    body = {"model": name, "prompt": [504, 2876, 282], "max_tokens": tokens, "ignore_eos": True}
+    body = {"model": name, "prompt": [10, 20, 30], "max_tokens": tokens, "ignore_eos": True}
     http.post(f"{url}/v1/completions", json=body).raise_for_status()
 
 
@@ -471,6 +473,7 @@ def vllm_serve(here: Path, model: Path, rank: int) -> Iterator[str]:
     """A server of the same engine, with the same settings as our worker's."""
     import httpx2
 
+    from spotgrpo.shared.servable import vllm_rank
     from spotgrpo.shared.services.processes import free_ports
 
     port = free_ports(1)[0]
@@ -495,7 +498,7 @@ def vllm_serve(here: Path, model: Path, rank: int) -> Iterator[str]:
         "128",
     ]
     command += ["--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", str(SEQUENCES + 1)]
-    command += ["--enable-lora", "--max-lora-rank", str(max(8, rank))]
+    command += ["--enable-lora", "--max-lora-rank", str(vllm_rank(rank))]
     command += ["--max-loras", "5", "--max-cpu-loras", "5"]
     with (here / "server.log").open("wb") as log:
         server = subprocess.Popen(
@@ -523,9 +526,55 @@ def vllm_serve(here: Path, model: Path, rank: int) -> Iterator[str]:
 # ---- all of it ------------------------------------------------------------------------------------------------------
 
 
-def cells_of(args: argparse.Namespace) -> list[Cell]:
+def build_wide_model(folder: Path) -> None:
+    """45 M random parameters in four layers, and the character tokenizer of the tests."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    from tests.tools.tiny_model import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def rank_of(mb: int, model: Path) -> int:
+    """The rank whose adapter on all linear layers but the head has so many MB in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    linear = [
+        module
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head")
+    ]
+    values = sum(module.in_features + module.out_features for module in linear)
+    return max(1, round(mb * 1e6 / 4 / values))
+
+
+def cells_of(args: argparse.Namespace, ranks: Mapping[int, int]) -> list[Cell]:
     return [
-        Cell(mb, workers, wakes)
+        Cell(mb, ranks[mb], workers, wakes)
         for mb in args.sizes
         for workers in args.workers
         for wakes in (True, False)
@@ -534,12 +583,13 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from spotgrpo.cli.demo_parts.model import prepare
     from spotgrpo.cli.demo_parts.servers import start_servers
 
     model = Path(args.model).resolve() if args.model else folder / "model"
     if not args.model:
-        subprocess.run([sys.executable, "-m", prepare.__module__, str(model)], check=True)
+        build_wide_model(model)
+    ranks = {mb: rank_of(mb, model) for mb in args.sizes}
+    print(f"ranks of the sizes in MB: {ranks}", flush=True)
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         (folder / "services").mkdir()
@@ -548,14 +598,14 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             k: v for k, v in os.environ.items() if not k.startswith("SPOTGRPO_") or k in servers
         }
         environ = kept | servers | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        for cell in cells_of(args):
+        for cell in cells_of(args, ranks):
             begin = time.monotonic()
             found = play(cell, folder, model, environ, args.steps).result()
             results[str(cell)] = found
             print(f"{cell} ({time.monotonic() - begin:.0f} s): {json.dumps(found)}", flush=True)
         if not args.no_mounted:
             for mb in args.sizes:
-                times = mounted(mb, folder, model, args.steps - WARM_UP)
+                times = mounted(mb, ranks[mb], folder, model, args.steps - WARM_UP)
                 results[f"{mb}mb-mounted"] = {
                     "p50_s": percentile(times, 50),
                     "p95_s": percentile(times, 95),
@@ -573,12 +623,12 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="20 MB and one worker, few versions")
-    parser.add_argument("--sizes", type=int, nargs="+", choices=list(RANKS), default=list(RANKS))
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--steps", type=int, default=30, help="versions of each run")
     parser.add_argument("--polling", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--no-mounted", action="store_true")
-    parser.add_argument("--model", help="folder of SmolLM2-135M; default: made of the PyPI package")
+    parser.add_argument("--model", help="folder of another model, such as .demo/model")
     parser.add_argument("--keep", help="folder for all files, kept")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--diary", help=argparse.SUPPRESS)
