@@ -10,7 +10,7 @@ from typing import Final
 
 from spotgrpo.shared.wire import Group
 
-STEPS: Final = 5
+STEPS: Final = 3
 """A median: the first step of a run may have waited for workers to come, and one may wait for anything."""
 GROUPS: Final = 64
 

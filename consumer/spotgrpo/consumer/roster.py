@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from spotgrpo.consumer.balance import Fleet, seconds_of
 from spotgrpo.shared.errors import SpotGRPOError, WireError
 from spotgrpo.shared.ports import Consumer
 from spotgrpo.shared.wire import Json, Report, decode_report
@@ -77,11 +78,16 @@ class Roster:
     Args:
         news: of the telemetry exchange; None where the broker's user may not listen.
         clock: monotonic seconds.
+
+    Attributes:
+        fleet: what all workers' places were used for, since this learner listens.
     """
 
     def __init__(self, news: Consumer | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._news, self._clock = news, clock
         self._sightings: dict[str, Sighting] = {}
+        self._seconds: dict[str, dict[str, float]] = {}
+        self.fleet = Fleet()
 
     @property
     def hears(self) -> bool:
@@ -114,12 +120,21 @@ class Roster:
     def heard(self, report: Report) -> None:
         """A worker is there."""
         now = self._clock()
+        self._add_up(report)
         self._sightings.pop(report.source, None)  # the newest is last
         self._sightings[report.source] = Sighting.of(report, now)
         for worker, before in list(self._sightings.items()):
             if now - before.at <= FORGOTTEN_S and len(self._sightings) <= MOST_WORKERS:
                 break
             del self._sightings[worker]
+            self._seconds.pop(worker, None)
+
+    def _add_up(self, report: Report) -> None:
+        """What a worker's seconds grew by; of one that was there before this learner, from its first report on."""
+        seconds = seconds_of(report.values)
+        if report.source in self._seconds:
+            self.fleet.grow(self._seconds[report.source], seconds)
+        self._seconds[report.source] = seconds
 
     def seen(self) -> list[Sighting]:
         """Workers that reported within the last minute and have not left, the newest report first."""
