@@ -19,6 +19,7 @@ import numpy as np
 from spotgrpo.consumer.audit import AuditReport, audit_run
 from spotgrpo.consumer.breakdown import Moments
 from spotgrpo.consumer.fit import Fit, group_fit
+from spotgrpo.consumer.held_out import HeldOut
 from spotgrpo.consumer.learner import Learner, Wiring
 from spotgrpo.consumer.progress import Progress
 from spotgrpo.consumer.prompts import PromptRow
@@ -155,6 +156,7 @@ def document_of(config: Config, *, name: str = "none", base: str = "0" * 64) -> 
         max_context=64,
         wire_schemas=(1, 1),
         created_at=time.time(),
+        evaluates=config.eval.every is not None,
     )
 
 
@@ -225,6 +227,7 @@ class World:
         store: ObjectStore | None = None,
         document: RunDocument | None = None,
         stall_warn_s: float = 30.0,
+        held_out: HeldOut | None = None,
     ) -> Learner:
         """A learner process, in a thread of the test's choosing."""
         self.writers.append(MetricsWriter(self.folder / "metrics.jsonl"))
@@ -238,6 +241,7 @@ class World:
                 prompts=Prompts(),  # type: ignore[arg-type]
                 document=document or document_of(config),
                 stopping=stopping or threading.Event(),
+                held_out=held_out,
             ),
             progress,
         )

@@ -69,7 +69,7 @@ def test_a_file_may_stand_beside_procedural_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "part"),
     [
-        (["train.target_reward=0.9"], "train.target_reward needs eval.every"),
+        (["train.target_reward=nan"], "finite number"),
         (["eval.patience=3"], "eval.patience needs eval.every"),
         (["eval.path=heldout.jsonl"], "eval.path needs eval.every"),
         (["eval.every=5"], "must not be those of training"),

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from spotgrpo.consumer.deltas import DeltaMaker
 from spotgrpo.consumer.ledger import Ledger, encode_ledger
@@ -22,6 +22,7 @@ from spotgrpo.shared.ids import Keys, PolicyVersion
 from spotgrpo.shared.latest import LatestPointer, fresh_nonce
 from spotgrpo.shared.manifest import (
     Durable,
+    Evaluated,
     FileEntry,
     Latest,
     Manifest,
@@ -35,6 +36,8 @@ from spotgrpo.shared.steps import Step, reached
 
 log = logging.getLogger(__name__)
 
+SAID: Final = ("step_s", "group_tokens", "wall_s", "evaluated")
+"""What ``latest.json`` says of the run at every move, beside versions."""
 CLOSE_S = 5.0
 """How long ``close`` waits for a transfer that is on its way; the thread is a daemon."""
 
@@ -59,14 +62,18 @@ class Commit:
     """What to make true in the bucket: a version to serve, a ledger (with trainer state) to resume from, or both.
 
     ``new`` None leaves the version; ``ledger`` None leaves ``durable``; ``state`` None keeps the stored state. It is
-    asked for once the version is served, and may wait as ``NewVersion.probe`` may.
+    asked for once the version is served, and may wait as ``NewVersion.probe`` may. ``ended`` names the limit that the
+    run has reached, and is empty while it goes on; the rest is as in ``Latest``.
     """
 
     new: NewVersion | None
     ledger: Ledger | None
     state: Callable[[], bytes] | None
     step_s: float = 0.0
-    finished: bool = False
+    group_tokens: float = 0.0
+    wall_s: float = 0.0
+    evaluated: Evaluated | None = None
+    ended: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,7 @@ class Committer:
         pointer: LatestPointer,
         latest: Latest,
         *,
-        on_serving: Callable[[PolicyVersion], None],
+        on_serving: Callable[[Serving], None],
         on_durable: AfterDurable,
     ) -> None:
         self._writer, self._pointer, self._latest = writer, pointer, latest
@@ -225,17 +232,18 @@ class Committer:
                 self._idle.set()
 
     def _perform(self, commit: Commit) -> None:
+        said = {name: getattr(commit, name) for name in SAID}
         stored = self._writer.store_version(commit.new) if commit.new else None
         if stored:
             reached(Step.LEARNER_MANIFEST_STORED)
-            self._move(serving=stored.serving(), step_s=commit.step_s)
+            self._move(serving=stored.serving(), **said)
             reached(Step.LEARNER_SERVING)
-            self._on_serving(stored.version)
+            self._on_serving(stored.serving())
         if commit.ledger is None:
             return
         durable = self._store_durable(commit, commit.ledger)
         reached(Step.LEARNER_STATE_STORED)
-        self._move(durable=durable, step_s=commit.step_s, finished=commit.finished)
+        self._move(durable=durable, finished=bool(commit.ended), ended=commit.ended, **said)
         reached(Step.LEARNER_DURABLE)
         self._on_durable(self._latest)
 

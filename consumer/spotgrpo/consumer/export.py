@@ -58,6 +58,15 @@ def export_version(
     return manifest.policy
 
 
+def best_version(store: ObjectStore, keys: Keys) -> PolicyVersion:
+    """The version that evaluations found to be the best so far. ConfigError where none has decided anything."""
+    evaluated = _latest(store, keys).evaluated
+    if evaluated is None or evaluated.best is None:
+        remedy = "no evaluation of this run has ended ([eval]): leave it out for the newest version"
+        raise ConfigError("--best", keys.run, remedy)
+    return evaluated.best.policy
+
+
 def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError("out", str(out), "is a file: name a new or empty folder")

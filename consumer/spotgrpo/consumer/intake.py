@@ -15,7 +15,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from spotgrpo.consumer.accounts import Accounts
 from spotgrpo.consumer.advantages import Advantages, group_advantages
 from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.losses.overlong import shaped_rewards
@@ -109,6 +111,14 @@ class Expected:
             )
 
 
+class HeldOutPort(Protocol):
+    """Who takes what comes of held-out tasks; ``consumer.evaluations`` is the real one."""
+
+    def wants(self, task: TaskId) -> bool: ...
+    def answered(self, task: TaskId, group: Group) -> None: ...
+    def refused(self, task: TaskId) -> None: ...
+
+
 @dataclass
 class Tally:
     """Counts by worker, of which a run may see any number: the small ones are counted together once there are many."""
@@ -147,6 +157,7 @@ class Seen:
     """Stale groups by worker."""
     quarantined: Tally = field(default_factory=Tally)
     """Groups that were not trained since their worker was in quarantine, by worker; the books have them as stale."""
+    accounts: Accounts = field(default_factory=Accounts)
 
 
 class Intake:
@@ -166,7 +177,10 @@ class Intake:
         watch: MismatchWatch,
         epoch: int,
         stopping: threading.Event,
+        evaluations: HeldOutPort | None = None,
+        held_out: Expected | None = None,
     ) -> None:
+        self._evaluations, self._held_out = evaluations, held_out
         self._rollouts, self._dead = rollouts, dead
         self._store, self._keys = store, keys
         self._settlement, self._expected = settlement, expected
@@ -176,15 +190,21 @@ class Intake:
         self._held: dict[TaskId, HeldGroup] = {}
         self.seen = Seen()
 
-    def next_batch(self, version: int, on_wait: Callable[[bool], None]) -> list[HeldGroup]:
-        """The next step's groups, oldest first; fewer only where no more can come; empty once told to stop.
+    def next_batch(
+        self,
+        version: int,
+        on_wait: Callable[[bool], None],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> list[HeldGroup]:
+        """The next step's groups, oldest first; fewer only where no more can come; empty once told to stop or over.
 
         Args:
             version: number of the version whose weights the gradient will be taken at.
             on_wait: called again and again while there is no batch, with True where settled tasks or free issue
                 budget wait for a commit of their own (rule 5).
+            is_over: whether the run ends here, whatever comes.
         """
-        while not self._stopping.is_set():
+        while not (self._stopping.is_set() or is_over()):
             if not self._receive(version):
                 break
             self._drop_stale(version)
@@ -195,10 +215,15 @@ class Intake:
             ):
                 batch = usable[: self._pacing.groups_per_step]
                 for held in batch:
+                    self.seen.accounts.batched(held.group, held.lag(version))
                     del self._held[held.task]
                 return batch
             on_wait(self._settlement.has_settleable or self._can_issue(version))
         return []
+
+    def listen(self, version: int) -> bool:
+        """Take in what is there, for a learner that trains no more; False once told to stop."""
+        return not self._stopping.is_set() and self._receive(version)
 
     def _nothing_more_comes(self, usable: int, version: int) -> bool:
         if self._settlement.in_flight:
@@ -236,6 +261,8 @@ class Intake:
             group, object_key = self._decode(delivery, task)
             if group is not None:
                 self._check_versions(group, version)
+            if task.is_held_out:
+                self._hand_on(task, group)
         except WireError as exc:
             log.error(
                 "a group from worker %s is dead-lettered: %s",
@@ -245,6 +272,10 @@ class Intake:
             self.seen.malformed += 1
             self._rollouts.reject(delivery.handle, requeue=False)
             return
+        if task.is_held_out:
+            self._rollouts.ack([delivery.handle])
+            self._drop_body(object_key)
+            return
         receipt = Receipt(self._rollouts, delivery.handle, object_key)
         verdict = self._settlement.receive(task, receipt)
         if verdict == "duplicate":
@@ -253,21 +284,38 @@ class Intake:
         elif verdict == "held" and group is not None:
             self._hold(task, group, version)
 
+    def _hand_on(self, task: TaskId, group: Group | None) -> None:
+        """A held-out group is outside the books: it counts for the evaluation that wants it, or for nothing."""
+        if self._evaluations is None or group is None:
+            return
+        if self._watch.refuses(group.worker):
+            self._evaluations.refused(task)
+        else:
+            self._evaluations.answered(task, group)
+
+    def _is_wanted(self, task: TaskId) -> bool:
+        if task.is_held_out:
+            return self._evaluations is not None and self._evaluations.wants(task)
+        return task in self._settlement.committed.outstanding
+
     def _decode(self, delivery: Delivery, task: TaskId) -> tuple[Group | None, str | None]:
         """The checked group and its object's key; no group for one that is settled already: its object may be gone."""
         body, key = delivery.message.body, None
+        expected = self._held_out if task.is_held_out else self._expected
         if delivery.message.headers.get("kind") == "group_ref":
             ref = decode_group_ref(body)
             key = self._keys.group(task, ref.sha256)
             if ref.key != key:
                 raise WireError(f"reference to {ref.key!r}, which is no group of task {task}")
-            if task not in self._settlement.committed.outstanding:
+            if not self._is_wanted(task):
                 return None, key
             body = self._fetch(ref)
+        if expected is None or (task.is_held_out and not self._is_wanted(task)):
+            return None, key
         group = decode_group(body)
         if group.task_id != task:
             raise WireError(f"header says task {task}, body says {group.task_id}")
-        self._expected.check(group)
+        expected.check(group)
         return group, key
 
     def _fetch(self, ref: GroupRef) -> bytes:
@@ -325,6 +373,7 @@ class Intake:
                 )
                 self._settlement.settle("stale", [held.task])
                 self.seen.dropped.add(held.group.worker)
+                self.seen.accounts.drop(held.group, lag, self._pacing.max_staleness)
                 del self._held[held.task]
 
     def _drop_quarantined(self) -> None:
@@ -335,6 +384,7 @@ class Intake:
                 log.info("task %s is not trained: worker %s is in quarantine", held.task, worker)
                 self._settlement.settle("stale", [held.task])
                 self.seen.quarantined.add(worker)
+                self.seen.accounts.quarantine(held.group)
                 del self._held[held.task]
 
     def _receive_dead(self) -> None:
@@ -352,6 +402,12 @@ class Intake:
                     self._keys.dead(f"unknown.{_short(delivery.message.body)}"), delivery
                 )
                 self._dead.ack([delivery.handle])
+                continue
+            if task.is_held_out:
+                log.warning("held-out task %s was refused by a worker, or its answer was", task)
+                self._dead.ack([delivery.handle])
+                if self._evaluations is not None:
+                    self._evaluations.refused(task)
                 continue
             verdict = self._settlement.receive(task, Receipt(self._dead, delivery.handle))
             if verdict == "duplicate":

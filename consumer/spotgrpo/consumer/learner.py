@@ -8,12 +8,16 @@ import os
 import secrets
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spotgrpo.consumer.commit import BucketWriter, Committer
+from spotgrpo.consumer.evaluation import Plan
+from spotgrpo.consumer.evaluations import Evaluations, Places, Unevaluated
+from spotgrpo.consumer.held_out import HeldOutIssuer
 from spotgrpo.consumer.intake import Expected, Intake, Receipt
 from spotgrpo.consumer.issuer import Issuer
+from spotgrpo.consumer.limits import Limits
 from spotgrpo.consumer.loop import AfterCommit, Ownership, Pacing, TrainerPort, TrainingLoop
 from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.mismatch import MismatchWatch
@@ -25,17 +29,21 @@ from spotgrpo.consumer.skips import Skips
 from spotgrpo.consumer.standby import Standby
 from spotgrpo.consumer.takeover import Start, TakenOver, take_over, write_run_document
 from spotgrpo.shared.asked_store import StoppableStore
+from spotgrpo.shared.errors import ConfigError, NotStored
 from spotgrpo.shared.ids import Keys, Queues
 from spotgrpo.shared.latest import LatestPointer
+from spotgrpo.shared.manifest import Serving, sha256_hex
+from spotgrpo.shared.retry import retry
 from spotgrpo.shared.steps import Step, reached
 from spotgrpo.shared.threads import until_stopped
 
 if TYPE_CHECKING:
+    from spotgrpo.consumer.held_out import HeldOut
     from spotgrpo.consumer.progress import Progress
     from spotgrpo.consumer.prompts import PromptSource
     from spotgrpo.shared.config import Config
     from spotgrpo.shared.manifest import RunDocument
-    from spotgrpo.shared.ports import Broker, Consumer, LeaderConsumer, ObjectStore
+    from spotgrpo.shared.ports import Broker, Consumer, LeaderConsumer, ObjectStore, Publisher
     from spotgrpo.shared.wire import Sampling
 
 log = logging.getLogger(__name__)
@@ -57,6 +65,7 @@ class Wiring:
     prompts: PromptSource
     document: RunDocument
     stopping: threading.Event
+    held_out: HeldOut | None = None
 
 
 class Learner:
@@ -72,13 +81,13 @@ class Learner:
         """For the main thread, which must hear that it should stop; the committer may go on for a while."""
 
     def run(self) -> dict[str, object]:
-        """Train until ``max_steps`` or told to stop; returns the summary.
+        """Train until a limit is reached or told to stop; returns the summary.
 
         The order is rule 7: hold the leader queue, read ``latest.json``, compare-and-swap epoch + 1, restore,
         publish, consume.
         """
         self._w.broker.declare()
-        write_run_document(self._stoppable, self._keys, self._w.document, self._w.stopping)
+        self._write_run_document()
         with contextlib.ExitStack() as stack:
             rollouts = self._w.broker.leader_consumer(self._pacing.window)
             stack.callback(rollouts.close)
@@ -90,7 +99,18 @@ class Learner:
             loop.publish_outstanding(taken.ledger, again=taken.resumed)
             rollouts.start(authorize=self._pointer.check_mine)
             loop.run()
-        return self._progress.summary("done" if loop.is_done else "stopped")
+        summary = self._progress.summary("done" if loop.is_done else "stopped")
+        return {**summary, "ended_by": loop.ended or None, **loop.evaluations.summary()}
+
+    def _write_run_document(self) -> None:
+        w = self._w
+        there = write_run_document(self._stoppable, self._keys, w.document, w.stopping)
+        if w.held_out is not None and not there.evaluates:
+            remedy = (
+                f"run {there.run} was begun without evaluations, and its workers keep no room for a version that is "
+                "evaluated: leave [eval] out, or start a run under another run.id"
+            )
+            raise ConfigError("eval.every", w.config.eval.every, remedy)
 
     def _lead(self, rollouts: LeaderConsumer) -> bool:
         w = self._w
@@ -130,15 +150,24 @@ class Learner:
     ) -> TrainingLoop:
         """Everything that exists only while this learner is the active one."""
         w = self._w
-        publisher = w.broker.publisher(window=PUBLISHED * self._pacing.window)
+        places = self._places()
+        window = PUBLISHED * (self._pacing.window + (places.alone if places else 0))
+        publisher = w.broker.publisher(window)
         stack.callback(publisher.close)
+        evaluations = self._evaluations(taken, publisher, places)
         settlement: Settlement[Receipt] = Settlement(taken.ledger)
         issuer = Issuer(w.prompts, publisher, w.config)
         requeues = Requeues(
             self._stoppable, self._keys, Past(self._stoppable, taken.ledger), self._check_mine
         )
         after = AfterCommit(
-            settlement, issuer, self._retention(), publisher, self._queues, requeues
+            settlement,
+            issuer,
+            self._retention(evaluations),
+            publisher,
+            self._queues,
+            requeues,
+            evaluations,
         )
         committer = Committer(
             BucketWriter(
@@ -159,11 +188,15 @@ class Learner:
         return TrainingLoop(
             trainer=w.trainer,
             settlement=settlement,
-            intake=self._intake(taken, rollouts, dead, settlement, issuer.sampling, watch),
+            intake=self._intake(
+                taken, rollouts, dead, settlement, issuer.sampling, watch, evaluations
+            ),
             watch=watch,
             issuer=issuer,
             requeues=requeues,
             committer=committer,
+            evaluations=evaluations,
+            limits=Limits(w.config, taken.latest),
             progress=self._progress,
             skips=Skips(
                 self._stoppable, self._keys, w.config, taken.latest.epoch, stopping=w.stopping
@@ -191,7 +224,58 @@ class Learner:
             stack.callback(news.close)
         return Roster(news)
 
-    def _retention(self) -> Retention:
+    def _places(self) -> Places | None:
+        """Of held-out tasks; None where nothing is evaluated."""
+        w = self._w
+        if w.held_out is None:
+            return None
+        tasks = (self._pacing.max_staleness + 1) * self._pacing.groups_per_step
+        completions = tasks * w.config.sampling.group_size
+        return Places.of(completions, w.config.eval.share, w.held_out.group_size)
+
+    def _evaluations(
+        self, taken: TakenOver, publisher: Publisher, places: Places | None
+    ) -> Unevaluated:
+        w, every = self._w, self._w.config.eval.every
+        if w.held_out is None or every is None or places is None:
+            return Unevaluated(taken.latest.evaluated)
+        plan = Plan(every, self._pacing.max_steps)
+        issuer = HeldOutIssuer(w.prompts, publisher, w.config)
+        issuer.held_out = w.held_out
+        return Evaluations(
+            w.held_out,
+            issuer,
+            plan,
+            places,
+            self._progress.metrics,
+            taken.latest.evaluated,
+            self._left_over(taken, plan, w.held_out),
+            resumed=taken.resumed,
+            reissue_after_s=w.config.train.reissue_after_s,
+        )
+
+    def _left_over(self, taken: TakenOver, plan: Plan, held_out: HeldOut) -> Serving | None:
+        """The version that the learner before did not evaluate to the end; None where the bucket has it no more."""
+        ledger, evaluated = taken.ledger, taken.latest.evaluated
+        version = plan.left_over(ledger.version, ledger.takeovers, evaluated, held_out.asked_sha256)
+        if version is None:
+            return None
+        key = self._keys.manifest(version)
+        try:
+            stored = retry(
+                f"reading {key}", lambda: self._stoppable.get(key), stopping=self._w.stopping
+            )
+        except NotStored:
+            log.info("version %s is not evaluated: it is not kept any more", version)
+            return None
+        return Serving(
+            version=version.number,
+            epoch=version.epoch,
+            manifest=key,
+            sha256=sha256_hex(stored.body),
+        )
+
+    def _retention(self, evaluations: Unevaluated) -> Retention:
         train = self._w.config.train
         keep = train.max_staleness + 2
         return Retention(
@@ -200,6 +284,7 @@ class Learner:
             keep=keep,
             every=train.keep_every,
             check_mine=self._pointer.check_mine,
+            evaluates=evaluations.needed,
         )
 
     def _watch(self) -> MismatchWatch:
@@ -219,8 +304,9 @@ class Learner:
         settlement: Settlement[Receipt],
         sampling: Sampling,
         watch: MismatchWatch,
+        evaluations: Unevaluated,
     ) -> Intake:
-        w = self._w
+        w, held_out = self._w, self._w.held_out
         expected = Expected(
             run=self._keys.run,
             group_size=w.config.sampling.group_size,
@@ -241,4 +327,8 @@ class Learner:
             watch,
             epoch=taken.latest.epoch,
             stopping=w.stopping,
+            evaluations=evaluations,
+            held_out=None
+            if held_out is None
+            else replace(expected, group_size=held_out.group_size, sampling=held_out.sampling),
         )

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from spotgrpo.consumer.commit import Commit, NewVersion
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     import threading
 
     from spotgrpo.consumer.commit import Committer
+    from spotgrpo.consumer.evaluations import Unevaluated
     from spotgrpo.consumer.intake import HeldGroup, Intake, Receipt
     from spotgrpo.consumer.issuer import Issuer
     from spotgrpo.consumer.ledger import Ledger
+    from spotgrpo.consumer.limits import Limits
     from spotgrpo.consumer.mismatch import MismatchWatch
     from spotgrpo.consumer.packing import Float32Array
     from spotgrpo.consumer.progress import Progress, StepStats
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from spotgrpo.consumer.settlement import Settlement
     from spotgrpo.consumer.skips import Skips
     from spotgrpo.shared.ids import Queues
-    from spotgrpo.shared.manifest import Latest, Probe
+    from spotgrpo.shared.manifest import Latest, Probe, Serving
     from spotgrpo.shared.ports import LeaderConsumer, Publisher, QueueDepth
     from spotgrpo.shared.wire import Group
 
@@ -96,10 +98,12 @@ class AfterCommit:
     publisher: Publisher
     queues: Queues
     requeues: Requeues
+    evaluations: Unevaluated
 
-    def serving(self, version: PolicyVersion) -> None:
-        """Wake pollers early; polling alone is enough."""
-        self.publisher.broadcast(self.queues.versions, Message(str(version).encode()))
+    def serving(self, serving: Serving) -> None:
+        """Wake pollers early; polling alone is enough. Where the version is to be evaluated, it can be."""
+        self.evaluations.served(serving)
+        self.publisher.broadcast(self.queues.versions, Message(str(serving.policy).encode()))
 
     def durable(self, latest: Latest) -> None:
         """Ack what the ledger settled and publish what it issued (rules 1, 3 and 4), then delete leftovers."""
@@ -148,7 +152,7 @@ class Ownership:
 
 @dataclass
 class TrainingLoop:
-    """Steps from ``version`` to ``pacing.max_steps``."""
+    """Steps from ``version`` to ``pacing.max_steps``, or to another limit."""
 
     trainer: TrainerPort
     settlement: Settlement[Receipt]
@@ -157,6 +161,8 @@ class TrainingLoop:
     issuer: Issuer
     requeues: Requeues
     committer: Committer
+    evaluations: Unevaluated
+    limits: Limits
     progress: Progress
     skips: Skips
     roster: Roster
@@ -175,9 +181,25 @@ class TrainingLoop:
     has_given_up: bool = False
 
     @property
-    def is_done(self) -> bool:
+    def is_trained(self) -> bool:
         """True once the last version is trained."""
         return self.version >= self.pacing.max_steps
+
+    @property
+    def ended(self) -> str:
+        """The limit that the run has reached, as key and value; empty while it goes on.
+
+        Where it is ``max_steps``, the evaluation that is left is waited for.
+        """
+        found = self.limits.reached(self.evaluations.comparable)
+        if not found and self.is_trained and not self.evaluations.is_busy:
+            found = f"train.max_steps = {self.pacing.max_steps}"
+        return found
+
+    @property
+    def is_done(self) -> bool:
+        """True once nothing is left to be done but to say so."""
+        return bool(self.ended)
 
     def run(self) -> None:
         """Train until done or told to stop.
@@ -185,11 +207,12 @@ class TrainingLoop:
         Invariant: between two turns every outstanding task is in a queue, in a worker's hands, held by the intake,
         or settled in a ledger that is on its way to the bucket.
         """
-        while not self.is_done and not self.stopping.is_set():
+        while not (self.is_trained or self.is_done or self.stopping.is_set()):
             self._look_after()
             batch = self._next_batch()
             if batch:
                 self._train_on(batch)
+        self._await_evaluation()
         self._finish()
 
     def publish_outstanding(self, ledger: Ledger, *, again: bool) -> None:
@@ -208,7 +231,12 @@ class TrainingLoop:
 
     def _next_batch(self) -> list[HeldGroup]:
         with self.progress.waiting_for_rollouts():
-            return self.intake.next_batch(self.version, self._while_waiting)
+            return self.intake.next_batch(self.version, self._while_waiting, lambda: self.is_done)
+
+    def _await_evaluation(self) -> None:
+        """After the last step: what is left to be evaluated. Whatever else comes is not trained any more."""
+        while not self.is_done and self.intake.listen(self.version):
+            self._while_waiting(self.settlement.has_settleable)
 
     def _look_after(self) -> None:
         """Whether the run is ours, whether a task is lost (rule 4), and what people ask to be tried again.
@@ -219,6 +247,7 @@ class TrainingLoop:
         self.ownership.check()
         if self.ownership.is_sure:
             self.issuer.reissue(self.settlement.missing(), self.depth)
+            self.evaluations.look(self.depth, is_trained=self.is_trained)
         self.requeues.look()
 
     def _while_waiting(self, settleable: bool) -> None:
@@ -234,6 +263,7 @@ class TrainingLoop:
             self.roster,
             leads=self.ownership.is_sure,
             quarantined=self.watch.quarantined,
+            evaluation=self.evaluations.describe(),
         )
 
     def _train_on(self, batch: list[HeldGroup]) -> None:
@@ -256,6 +286,7 @@ class TrainingLoop:
         else:
             self._commit(None, None)
         self.progress.stepped(self.version, stats, [held.group for held in batch], lags, seconds)
+        self.limits.trained(self.progress.reward)
         self._report()
         if self.skips.are_too_many and self._land():
             raise self.skips.give_up()
@@ -305,6 +336,7 @@ class TrainingLoop:
         It stores them while the rest of the version is made here; the next step waits for both copies, not for it.
         """
         self.version += 1
+        self.evaluations.made(self.version)
         probe: Future[Probe] = Future()
         state: Future[bytes] = Future()
         new = NewVersion(
@@ -319,7 +351,7 @@ class TrainingLoop:
         if is_durable:
             self._commit(new, state.result)
         else:
-            self.committer.submit(Commit(new, None, None, self.progress.step_s))
+            self._submit(Commit(new, None, None))
         _keep(probe, self.trainer.probe)
         if is_durable:
             _keep(state, self.trainer.state)
@@ -331,15 +363,32 @@ class TrainingLoop:
             found: Future[bytes] = Future()  # versions are served that no state was stored for yet
             _keep(found, self.trainer.state)
             state = found.result
+        ended = self.ended
         ledger = self.settlement.write(
             version=self.version,
-            issue=lambda outstanding: self.pacing.budget(self.version, outstanding),
-            max_attempts=0 if self.is_done else self.pacing.max_attempts,
+            issue=lambda outstanding: self._budget(outstanding, ended),
+            max_attempts=0 if self.is_trained or ended else self.pacing.max_attempts,
             parent=latest.durable.ledger,
             requeue=self.requeues.wanted,
         )
         self.requeues.written(ledger)
-        self.committer.submit(Commit(new, ledger, state, self.progress.step_s, self.is_done))
+        self._submit(Commit(new, ledger, state, ended=ended))
+
+    def _budget(self, outstanding: int, ended: str) -> int:
+        return 0 if ended else self.pacing.budget(self.version, outstanding)
+
+    def _submit(self, commit: Commit) -> None:
+        """With what workers forecast by, and how the run stands."""
+        lately = self.progress.lately
+        self.committer.submit(
+            replace(
+                commit,
+                step_s=lately.step_s,
+                group_tokens=lately.group_tokens,
+                wall_s=self.limits.wall_s,
+                evaluated=self.evaluations.evaluated,
+            )
+        )
 
     def _land(self) -> bool:
         """Wait for the commit in flight as long as it takes; once told to stop, LAST_COMMIT_S in all, then False.
@@ -356,9 +405,9 @@ class TrainingLoop:
         return not self.has_given_up
 
     def _finish(self) -> None:
-        """Make durable what was trained, so that nothing of it is trained again."""
+        """Make durable what was trained, so that nothing of it is trained again, and what was found."""
         landed = self._land()
-        if landed and (self.settlement.has_settleable or self.is_done != self._is_finished):
+        if landed and self._has_something_to_say:
             self._commit(None, None)
             landed = self._land()
         if not landed:
@@ -369,14 +418,25 @@ class TrainingLoop:
         self.progress.ended(committed.counts, len(committed.outstanding))
 
     @property
-    def _is_finished(self) -> bool:
-        return self.committer.latest.finished
+    def _has_something_to_say(self) -> bool:
+        latest = self.committer.latest
+        return (
+            self.settlement.has_settleable
+            or self.limits.needs_wall_s
+            or self.ended != latest.ended
+            or self.is_done != latest.finished
+            or self.evaluations.evaluated != latest.evaluated
+        )
 
     def _report(self) -> None:
         self.roster.listen()
         workers = len(self.roster.seen())
         record = self.progress.record(
-            self.settlement.committed, self.intake.seen, workers, self.watch.figures()
+            self.settlement.committed,
+            self.intake.seen,
+            workers,
+            {**self.watch.figures(), **self.evaluations.figures()},
+            self.roster.fleet,
         )
         report = Report(self.source, "learner", time.time(), record)
         self.publisher.broadcast(self.queues.telemetry, Message(encode_report(report)))

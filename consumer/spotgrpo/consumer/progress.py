@@ -11,9 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from spotgrpo.consumer.balance import Balance, Fleet
 from spotgrpo.consumer.breakdown import Moments, by_function, by_source
 from spotgrpo.consumer.fit import Fit
 from spotgrpo.consumer.intake import Seen
+from spotgrpo.consumer.lately import Lately
 from spotgrpo.consumer.ledger import CAUSES, Counts, Ledger
 from spotgrpo.consumer.roster import Roster
 from spotgrpo.consumer.staleness import Lag
@@ -26,8 +28,6 @@ from spotgrpo.shared.wire import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
 
-STEP_S_MEMORY = 0.7
-"""Weight of the past in the moving average of a step's seconds."""
 FLAT_BATCHES = 5
 """Say why after as many batches in a row that are flat as a whole, then after twice as many, and so on."""
 
@@ -98,8 +98,9 @@ class Progress:
     max_steps: int
     stall_warn_s: float
     clock: Callable[[], float] = time.monotonic
-    step_s: float = 0.0
+    lately: Lately = field(default_factory=Lately)
     _waits: Waits = field(default_factory=Waits)
+    _balance: Balance = field(default_factory=Balance)
     _step: dict[str, Json] = field(default_factory=dict)
     _started: float = 0.0
     _last_sign: float = 0.0
@@ -115,13 +116,14 @@ class Progress:
     _say_flat_at: int = FLAT_BATCHES
     _final: dict[str, object] = field(default_factory=dict)
     _last_record: dict[str, Json] = field(default_factory=dict)
+    _whole: dict[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._wait()
 
     def began(self, version: int, *, resumed: bool) -> None:
         """The run is taken over; the first task goes out now."""
-        self._started = self._last_sign = self._said = self.clock()
+        self._started = self._last_sign = self._said = self._balance.began = self.clock()
         self._first_version = self._version = version
         if version >= self.max_steps:
             log.info("already at version %d, train.max_steps = %d", version, self.max_steps)
@@ -138,6 +140,7 @@ class Progress:
             yield
         finally:
             self._waits.rollouts += self.clock() - started
+            self._balance.waited.rollouts += self.clock() - started
 
     @contextlib.contextmanager
     def waiting_for_commit(self) -> Iterator[None]:
@@ -147,6 +150,7 @@ class Progress:
             yield
         finally:
             self._waits.commit += self.clock() - started
+            self._balance.waited.commit += self.clock() - started
 
     def _wait(self) -> float:
         """A wait begins now."""
@@ -169,6 +173,7 @@ class Progress:
         *,
         leads: bool,
         quarantined: Sequence[str] = (),
+        evaluation: str = "",
     ) -> None:
         """Say, now and then, what is being waited for, and what can be seen of those who should send it."""
         if not self._is_due():
@@ -185,7 +190,8 @@ class Progress:
             quarantined=quarantined,
         )
         waited = self.clock() - self._last_sign
-        log.warning("no step for %.0f s: %s", waited, scene.describe(self.queues))
+        more = f". And {evaluation}" if evaluation else ""
+        log.warning("no step for %.0f s: %s%s", waited, scene.describe(self.queues), more)
 
     def still_committing(self) -> None:
         """Say, now and then, that the commit before has not landed."""
@@ -208,8 +214,7 @@ class Progress:
         """A batch made ``version``, or left it: flat as a whole (``stats`` is None), or a step that was skipped."""
         now = self.clock()
         whole = now - self._last_sign
-        past = self.step_s or whole
-        self.step_s = STEP_S_MEMORY * past + (1 - STEP_S_MEMORY) * whole
+        self.lately.stepped(whole, groups)
         self._last_sign, self._version = now, version
         if stats is not None and stats.over_budget:
             log.warning(
@@ -253,12 +258,24 @@ class Progress:
             )
         log.warning("%d batches in a row without a step: %s", self._flat_batches, why)
 
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the last batch; None where nobody scored it."""
+        found = self._step.get("reward")
+        return found if isinstance(found, float) else None
+
     def record(
-        self, ledger: Ledger, seen: Seen, workers: int, mismatch: Mapping[str, Json]
+        self,
+        ledger: Ledger,
+        seen: Seen,
+        workers: int,
+        figures: Mapping[str, Json],
+        fleet: Fleet,
     ) -> dict[str, Json]:
         """The record of the last step: written to the metrics file, and returned for telemetry.
 
-        ``workers`` are those that reported in the last minute; ``mismatch`` are the figures of the watch.
+        ``workers`` are those that reported in the last minute, ``fleet`` is what all of them did since the learner
+        began to listen; ``figures`` are those of others.
         """
         counts = ledger.counts
         record: dict[str, Json] = {
@@ -272,15 +289,17 @@ class Progress:
             "groups_received": seen.groups,
             "groups_malformed": seen.malformed,
             "stale_by_worker": {**seen.dropped.largest()},
+            **seen.accounts.figures(),
+            **self._balance.record(self.clock(), fleet),
             "groups_quarantined": seen.quarantined.total,
             "quarantined_by_worker": {**seen.quarantined.largest()},
-            **mismatch,
+            **figures,
         }
         self.metrics.write(record)
         self._last_record = record
         log.info(
             "version %d/%d  reward %s  entropy %s  mismatch_kl %s  ratio_max %s  grad_norm %s  staleness %.1f  "
-            "tokens %d  step %.1f s (waited %.1f s)",
+            "tokens %d  step %.1f s (waited %.1f s)%s",
             self._version,
             self.max_steps,
             _shown(record["reward"]),
@@ -292,7 +311,11 @@ class Progress:
             record["tokens"],
             record["perf/step_s"],
             record["perf/rollout_wait_s"],
+            _held_out(record),
         )
+        if text := self._balance.say(self.clock(), fleet):
+            log.info("%s", text)
+        self._whole = self._balance.whole(self.clock(), fleet)
         return record
 
     def ended(self, counts: Counts, outstanding: int) -> None:
@@ -316,12 +339,22 @@ class Progress:
             "tokens_trained": self._tokens_trained,
             "steps_skipped": self._skipped,
             "groups_quarantined": last.get("groups_quarantined", 0),
+            **self._whole,
             **self._final,
         }
 
 
 def _shown(value: Json) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else "none"
+
+
+def _held_out(record: Mapping[str, Json]) -> str:
+    """What the last evaluation found, as the end of the line."""
+    reward, best = record.get("eval_reward"), record.get("best_reward")
+    if not isinstance(reward, float) or not isinstance(best, float):
+        return ""
+    where, at = record["eval_version"], record["best_version"]
+    return f"  held-out {reward:.3f} (version {where}), best {best:.3f} (version {at})"
 
 
 # Names that TRL has are TRL's.

@@ -1,7 +1,8 @@
 """What the bucket keeps: the newest versions of the lineage, every n-th for good, all ledgers, the newest state.
 
-And the batches of the newest skipped steps, with version and state that they were taken at; and, of what workers store
-there (groups too big for a message, partials), that of tasks that are outstanding.
+And the best version that evaluations found, with those that they still need; the batches of the newest skipped steps,
+with version and state that they were taken at; and, of what workers store there (groups too big for a message,
+partials), that of tasks that are outstanding.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from spotgrpo.consumer.ledger import Ledger
@@ -33,6 +34,7 @@ class Retention:
         keep: versions to keep, counted back from the newest.
         every: keep every n-th version for good; None none.
         check_mine: raises Fenced once another learner has the run.
+        evaluates: versions that evaluations need, beside those that ``latest.json`` names.
         clock: Unix seconds.
     """
 
@@ -44,10 +46,11 @@ class Retention:
         keep: int,
         every: int | None,
         check_mine: Callable[[], None],
+        evaluates: Callable[[], Collection[PolicyVersion]] = frozenset,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._keys, self._keep, self._every = store, keys, keep, every
-        self._check_mine, self._clock = check_mine, clock
+        self._check_mine, self._evaluates, self._clock = check_mine, evaluates, clock
         self._complained = False
 
     def apply(self, latest: Latest, superfluous: Sequence[str], ledger: Ledger) -> None:
@@ -107,7 +110,10 @@ class Retention:
     def _drop_versions(self, latest: Latest, replayed: set[int]) -> None:
         versions = self._list()
         newest = latest.serving.version
-        named = {latest.serving.policy, latest.durable.policy}
+        named = {latest.serving.policy, latest.durable.policy, *self._evaluates()}
+        if latest.evaluated is not None:
+            found = (latest.evaluated.last, latest.evaluated.best)
+            named |= {one.policy for one in found if one is not None}
         for version in sorted(versions):
             old = version.number <= newest - self._keep
             kept = version.number in replayed or (self._every and version.number % self._every == 0)

@@ -28,6 +28,7 @@ from spotgrpo.shared.servable import vllm_rank
 from spotgrpo.shared.wire import OLDEST_READABLE, SCHEMA
 
 if TYPE_CHECKING:
+    from spotgrpo.consumer.held_out import HeldOut
     from spotgrpo.consumer.prompts import PromptSource
     from spotgrpo.shared.config import Config
     from spotgrpo.shared.stopping import Stopping
@@ -41,6 +42,7 @@ def run_learner(
     tokenizer: Any,
     rewards: Sequence[RewardIdentity],
     stopping: Stopping,
+    held_out: HeldOut | None = None,
 ) -> dict[str, object]:
     """Begin, resume or stand by for a run, until it is done or ``stopping`` is set; returns the summary.
 
@@ -74,6 +76,7 @@ def run_learner(
             prompts=prompts,
             document=run_document(config, prompts, tokenizer, rewards, trainer),
             stopping=stopping,
+            held_out=held_out,
         )
         progress = Progress(
             Queues(config.run.id), metrics, config.train.max_steps, config.log.stall_warn_s
@@ -126,4 +129,5 @@ def run_document(
         max_context=trainer.max_context,
         wire_schemas=(OLDEST_READABLE, SCHEMA),
         created_at=time.time(),
+        evaluates=config.eval.every is not None,
     )

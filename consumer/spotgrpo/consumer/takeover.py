@@ -54,16 +54,20 @@ class TakenOver:
 
 def write_run_document(
     store: ObjectStore, keys: Keys, document: RunDocument, stopping: threading.Event
-) -> None:
-    """Write ``run.json`` once; where it exists already, refuse a run of another identity with both values."""
+) -> RunDocument:
+    """Write ``run.json`` once; where it exists already, refuse a run of another identity with both values.
+
+    Returns the one that stands, which workers go by.
+    """
     key, body = keys.run_json, document.to_bytes()
     write = functools.partial(store.compare_and_swap, key, body, None)
     if retry(f"writing {key}", write, stopping=stopping) is not None:
-        return
+        return document
     stored = retry(f"reading {key}", lambda: store.get(key), stopping=stopping)
     there = RunDocument.from_bytes(stored.body)
     for part in IDENTITY:
         _same(part, getattr(there, part), getattr(document, part))
+    return there
 
 
 def _same(name: str, there: object, here: object) -> None:

@@ -120,6 +120,7 @@ def _findings(config: Config | WorkerView, folder: Path) -> list[tuple[str, Find
             ("disk", lambda: machine.check_disk("disk", config.run.output_dir)),
             ("model", checks.check_model),
             ("data", checks.check_data),
+            ("eval", checks.check_held_out),
             ("rewards", checks.check_rewards),
         ]
     return found

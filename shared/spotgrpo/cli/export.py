@@ -25,6 +25,9 @@ Version = Annotated[
         "--version", min=0, help="Version number; default: the newest.", show_default=False
     ),
 ]
+Best = Annotated[
+    bool, typer.Option("--best", help="The version with the best reward on held-out prompts.")
+]
 Merge = Annotated[
     bool, typer.Option("--merge", help="Write a full model instead of an adapter (needs torch).")
 ]
@@ -34,6 +37,7 @@ def command(
     config: ConfigPath,
     out: Out,
     version: Version = None,
+    best: Best = False,
     merge: Merge = False,
     sets: Sets = None,
     as_json: AsJson = False,
@@ -43,7 +47,9 @@ def command(
         loaded = load(config, sets, Config)
         if merge:
             require("learner", "worker")
-        exported = _export(loaded, out, version, merge=merge)
+        if best and version is not None:
+            raise ConfigError("--version", version, "name it, or the best with --best, not both")
+        exported = _export(loaded, out, version, best=best, merge=merge)
         if as_json:
             print_json(
                 {
@@ -57,12 +63,16 @@ def command(
             print(f"{exported} of {loaded.run.id} is in {out}")
 
 
-def _export(config: Config, out: Path, number: int | None, *, merge: bool) -> PolicyVersion:
-    from spotgrpo.consumer.export import export_version
+def _export(
+    config: Config, out: Path, number: int | None, *, best: bool, merge: bool
+) -> PolicyVersion:
+    from spotgrpo.consumer.export import best_version, export_version
     from spotgrpo.shared.s3 import S3Store
 
     store, keys = S3Store.connect(config.bucket), Keys(config.run.id)
     version = None if number is None else _newest_of(store, keys, number)
+    if best:
+        version = best_version(store, keys)
     return export_version(store, keys, version, out, merge=merge, model_config=config.model)
 
 

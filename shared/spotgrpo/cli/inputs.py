@@ -14,7 +14,8 @@ from spotgrpo.shared.errors import ConfigError
 from spotgrpo.shared.fingerprint import CONFIG, model_folder, read_json
 
 if TYPE_CHECKING:
-    from spotgrpo.consumer.prompts import PromptSource
+    from spotgrpo.consumer.held_out import HeldOut
+    from spotgrpo.consumer.prompts import PromptRow, PromptSource
     from spotgrpo.producer.rewards import Rewards
 
 UNCHECKED: Final = "needs the learner's packages: pip install 'spotgrpo[learner]'"
@@ -29,6 +30,7 @@ class Inputs:
     tokenizer: Any
     prompts: PromptSource
     rewards: Rewards
+    held_out: HeldOut | None
 
 
 def open_inputs(config: Config, folder: Path) -> Inputs:
@@ -43,8 +45,11 @@ def open_inputs(config: Config, folder: Path) -> Inputs:
     """
     rewards = open_rewards(config, folder)
     tokenizer, prompts = open_prompts(config)
-    try_rewards(rewards, prompts, config.worker.reward_timeout_s)
-    return Inputs(tokenizer, prompts, rewards)
+    try_rewards(rewards, prompts[0], config.worker.reward_timeout_s)
+    held_out = open_held_out(config, tokenizer, prompts)
+    if held_out is not None:
+        try_rewards(rewards, held_out.asked[0], config.worker.reward_timeout_s)
+    return Inputs(tokenizer, prompts, rewards, held_out)
 
 
 def open_prompts(config: Config) -> tuple[Any, PromptSource]:
@@ -60,6 +65,13 @@ def open_prompts(config: Config) -> tuple[Any, PromptSource]:
     return tokenizer, prompts
 
 
+def open_held_out(config: Config, tokenizer: Any, prompts: PromptSource) -> HeldOut | None:
+    """The held-out prompts, every row looked at once; None where nothing is evaluated. Raises ConfigError."""
+    from spotgrpo.consumer.held_out import open_held_out
+
+    return open_held_out(config, tokenizer, context_of(config.model), prompts)
+
+
 def open_rewards(config: Config, folder: Path) -> Rewards:
     """The reward functions, imported. Raises ConfigError."""
     from spotgrpo.producer.rewards import Rewards
@@ -67,9 +79,8 @@ def open_rewards(config: Config, folder: Path) -> Rewards:
     return Rewards.resolve(config.rewards, folder)
 
 
-def try_rewards(rewards: Rewards, prompts: PromptSource, timeout_s: float) -> None:
-    """Call every reward function on the first prompt. Raises ConfigError where one does not fit."""
-    first = prompts[0]
+def try_rewards(rewards: Rewards, first: PromptRow, timeout_s: float) -> None:
+    """Call every reward function on one prompt. Raises ConfigError where one does not fit."""
     rewards.try_once(first.prompt, first.row, timeout_s)
 
 
@@ -113,8 +124,16 @@ class InputChecks:
         self._config, self._folder = config, folder
 
     @cached_property
+    def _opened(self) -> tuple[Any, PromptSource]:
+        return open_prompts(self._config)
+
+    @property
     def _prompts(self) -> PromptSource:
-        return open_prompts(self._config)[1]
+        return self._opened[1]
+
+    @cached_property
+    def _held_out(self) -> HeldOut | None:
+        return open_held_out(self._config, *self._opened)
 
     def check_model(self) -> Check:
         """Whether the model is there, what it is, and its context."""
@@ -131,6 +150,19 @@ class InputChecks:
         tokens = len(self._prompts[0].prompt_ids)
         return Check("data", "ok", f"{len(self._prompts)} prompts; the first has {tokens} tokens")
 
+    def check_held_out(self) -> list[Check]:
+        """Whether every held-out prompt can be asked; nothing where none is."""
+        if self._config.held_out is None or missing("learner"):
+            return []
+        try:
+            _ = self._opened
+        except ConfigError:
+            return [Check("eval", "warn", "was not looked at", "mend model and data first")]
+        held_out = self._held_out
+        count = len(held_out) if held_out is not None else 0
+        detail = f"{count} held-out prompts, every {self._config.eval.every} versions"
+        return [Check("eval", "ok", detail)]
+
     def check_rewards(self) -> Check:
         """Whether every reward function imports, and scores the first prompt where the data can be opened."""
         rewards = open_rewards(self._config, self._folder)
@@ -142,5 +174,12 @@ class InputChecks:
         except ConfigError:
             remedy = "mend model and data first"
             return Check("rewards", "warn", f"{names}: imported, not tried", remedy)
-        try_rewards(rewards, prompts, self._config.worker.reward_timeout_s)
+        timeout_s = self._config.worker.reward_timeout_s
+        try_rewards(rewards, prompts[0], timeout_s)
+        try:
+            held_out = self._held_out
+        except ConfigError:
+            held_out = None  # its own check says so
+        if held_out is not None:
+            try_rewards(rewards, held_out.asked[0], timeout_s)
         return Check("rewards", "ok", f"{names}: tried on the first prompt")

@@ -33,4 +33,4 @@ def _train(config: Config, folder: Path, stopping: Stopping) -> Mapping[str, obj
     rewards = inputs.rewards.identities()
     from spotgrpo.consumer.run import run_learner  # imports torch: not before the inputs are right
 
-    return run_learner(config, inputs.prompts, inputs.tokenizer, rewards, stopping)
+    return run_learner(config, inputs.prompts, inputs.tokenizer, rewards, stopping, inputs.held_out)

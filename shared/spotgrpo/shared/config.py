@@ -247,7 +247,7 @@ class TrainConfig(Section):
         float | None,
         Field(
             allow_inf_nan=False,
-            description="End the run once an evaluation's mean reward reaches this; none: never.",
+            description="End the run at this mean reward: an evaluation's, or without [eval] that of the last 10 batches.",
         ),
     ] = None
     groups_per_step: Annotated[Positive, Field(description="Groups of one optimizer step.")] = 8
@@ -490,11 +490,10 @@ class Config(Section):
     @field_validator("eval")
     @classmethod
     def _has_rows_of_its_own(cls, value: EvalConfig, info: ValidationInfo) -> EvalConfig:
-        data, train = info.data.get("data"), info.data.get("train")
-        if value.every is None:
-            if train is not None and train.target_reward is not None:
-                raise ValueError("train.target_reward needs eval.every, and held-out rows")
-        elif data is not None and not _is_held_out(data, _held_out(data, value)):
+        data = info.data.get("data")
+        if value.every is None or data is None:
+            return value
+        if not _is_held_out(data, _held_out(data, value)):
             raise ValueError(
                 "held-out rows must not be those of training: give eval.path or eval.split, "
                 "for reasoning-gym another seed in eval.reasoning_gym_options"

@@ -113,6 +113,16 @@ def lineage_version(version: PolicyVersion, takeovers: Mapping[int, int]) -> int
     return min([version.number, *resumed])
 
 
+def version_on_line(number: int, takeovers: Mapping[int, int]) -> PolicyVersion:
+    """The version of that number that was not given up: of the last epoch that began before it and made it.
+
+    Args:
+        takeovers: epoch -> version number that its learner resumed from, the first learner's 0 included.
+    """
+    made_by = [epoch for epoch, resumed in takeovers.items() if resumed < number]
+    return PolicyVersion(max(made_by, default=min(takeovers)), number)
+
+
 @dataclass(frozen=True, order=True)
 class SkippedId:
     """A step that was skipped: the learner's epoch, the version that it left, and 1 for the first such in a row."""
