@@ -18,6 +18,7 @@ from spotgrpo.consumer.intake import Seen
 from spotgrpo.consumer.lately import Lately
 from spotgrpo.consumer.ledger import CAUSES, Counts, Ledger
 from spotgrpo.consumer.roster import Roster
+from spotgrpo.consumer.stability import StabilityWatch
 from spotgrpo.consumer.staleness import Lag
 from spotgrpo.consumer.stall import Scene
 from spotgrpo.shared.gaps import gaps
@@ -99,9 +100,11 @@ class Progress:
     stall_warn_s: float
     clock: Callable[[], float] = time.monotonic
     lately: Lately = field(default_factory=Lately)
+    stability: StabilityWatch = field(default_factory=StabilityWatch)
     _waits: Waits = field(default_factory=Waits)
     _balance: Balance = field(default_factory=Balance)
     _step: dict[str, Json] = field(default_factory=dict)
+    _groups: Sequence[Group] = ()
     _started: float = 0.0
     _last_sign: float = 0.0
     _said: float = 0.0
@@ -242,7 +245,7 @@ class Progress:
             "perf/commit_wait_s": self._waits.commit,
         }
         self._tokens_trained += 0 if is_skipped else sum(group.tokens for group in groups)
-        self._waits = Waits()
+        self._waits, self._groups = Waits(), groups
 
     def _say_flat(self, groups: Sequence[Group]) -> None:
         """Why no version comes of so many batches; the next time after twice as many."""
@@ -296,6 +299,8 @@ class Progress:
             **figures,
         }
         self.metrics.write(record)
+        for text in self.stability.look(record, self._groups):
+            log.warning("step to version %d: %s", self._version, text)
         self._last_record = record
         log.info(
             "version %d/%d  reward %s  entropy %s  mismatch_kl %s  ratio_max %s  grad_norm %s  staleness %.1f  "
