@@ -36,7 +36,7 @@ class Running:
     Attributes:
         oldest: version number of its oldest tokens.
         tokens: of its longest completion so far.
-        token_s: seconds a token of that, or less.
+        token_s: seconds a token of that.
         load: sequences in the engine since it began, on average.
         is_again: somebody had it before, and may have given it back.
     """

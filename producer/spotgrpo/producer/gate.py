@@ -14,7 +14,7 @@ from typing import Final
 from spotgrpo.producer.activity import Activity, Stage
 from spotgrpo.producer.admission import Admission, Running
 from spotgrpo.producer.drain import Job
-from spotgrpo.producer.forecast import Timing
+from spotgrpo.producer.forecast import Pace, Timing
 from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.room import Room
 from spotgrpo.producer.sampler import Sampled
@@ -78,33 +78,43 @@ class Gate:
     async def _look(self) -> None:
         admission, pace = self._admission, self._policy.pace
         admission.speed.tokens_before = self._policy.group_tokens
+        was_paused = admission.asks
         for job in list(self._jobs.values()):
             running = self._running(job)
             if running is not None and admission.is_hopeless(running, pace):
+                self._consumer.pause()  # or it would come back at once
+                was_paused = True
                 admission.gave_back(running)
                 await self._give_back(job, f"{running.tokens} tokens were sampled")
         served = self._policy.current
-        asked = admission.asks
         admission.look(pace, served.version.number if served else 0, len(self._jobs))
         if admission.asks:
             self._consumer.pause()
             await self._give_back_beyond(admission.width)
-        elif asked:
+        elif was_paused:
             self._consumer.resume()
-        if admission.asks and not self._has_said:
-            log.warning("tasks are taken one by one now: %s", admission.why(pace))
-        elif asked and not admission.asks:
+        self._say(pace)
+
+    def _say(self, pace: Pace) -> None:
+        """When it begins to ask for tasks, and when that is over."""
+        if self._admission.asks == self._has_said:
+            return
+        self._has_said = self._admission.asks
+        if self._has_said:
+            log.warning("tasks are taken one by one now: %s", self._admission.why(pace))
+        else:
             log.info("as many tasks are taken as there are places for again")
-        self._has_said = admission.asks
 
     def _running(self, job: Job) -> Running | None:
-        """What a group has come to; None where it is not one that could come too late."""
+        """What a group has come to; None where it is too early to tell, or where it cannot come too late."""
         runs = [run for draft in job.drafts for run in draft.versions]
         is_free = job.task.kind == "train" and job.task.pinned is None
         if job.stage is not Stage.SAMPLING or not runs or not is_free:
             return None
         now = time.monotonic()
         longest = max(job.drafts, key=lambda draft: len(draft.token_ids))
+        if not longest.token_s(now):
+            return None
         return Running(
             oldest=min(run.version.number for run in runs),
             tokens=len(longest.token_ids),

@@ -23,6 +23,9 @@ from spotgrpo.shared.errors import ConfigError, SpotGRPOError
 from spotgrpo.shared.ids import PolicyVersion
 from spotgrpo.shared.wire import Finish, PartialRollout, Rollout, Task, VersionRun
 
+TELLING = 2
+"""Tokens after the first ones, which may have waited for a prompt to be read, that say how long one takes."""
+
 
 class Aborted(SpotGRPOError):
     """The engine gave a request up before its end, by itself or because a drain interrupted it."""
@@ -81,9 +84,9 @@ class Draft:
             self.began_at, self.began_tokens = time.monotonic(), len(self.token_ids)
 
     def token_s(self, now: float) -> float:
-        """Seconds a token since the first here, or a little less; 0 before it."""
+        """Seconds a token since the first here, with half a one that is under way; 0 where it is too early to tell."""
         since = len(self.token_ids) - self.began_tokens
-        return (now - self.began_at) / (since + 1) if self.began_at else 0.0
+        return (now - self.began_at) / (since + 0.5) if since >= TELLING else 0.0
 
     def partial(self) -> PartialRollout:
         """As it stands, to be carried on elsewhere."""
