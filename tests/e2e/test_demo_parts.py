@@ -26,7 +26,7 @@ from spotgrpo.cli.demo_parts.feed import Feed, worker_of
 from spotgrpo.cli.demo_parts.folder import DemoFolder, find_example, write_run_toml
 from spotgrpo.cli.demo_parts.metrics_tail import MetricsTail
 from spotgrpo.cli.demo_parts.model import find_gguf, is_prepared
-from spotgrpo.cli.demo_parts.plot import PlotData, draw, running_mean
+from spotgrpo.cli.demo_parts.plot import Flow, PlotData, draw, running_mean
 from spotgrpo.cli.demo_parts.progress import Progress
 from spotgrpo.cli.demo_parts.screen import (
     LiveScreen,
@@ -290,6 +290,15 @@ def test_progress_knows_versions_pace_and_tokens() -> None:
     assert progress.counts["groups_trained"] == 24
 
 
+def test_progress_knows_who_waited_for_whom() -> None:
+    progress = recorded()
+    waits = {"perf/rollout_wait_share": 0.6, "rollout/backpressure_share": 0.0}
+    progress.apply_learner({"version": 4, "reward": None, **waits}, at=1.0)
+    step = progress.steps[4]
+    assert (step.learner_waited, step.workers_idled) == (0.6, 0.0)
+    assert progress.steps[3].learner_waited is None
+
+
 def test_the_same_step_from_telemetry_and_file_counts_once() -> None:
     progress = Progress(max_steps=8)
     for at in (10.0, 11.0):
@@ -540,10 +549,15 @@ def test_the_summary_has_the_promised_keys() -> None:
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(PlotData("t", [1, 2, 3], [0.2, 0.5, 0.9], 0.4, 0.9, killed_at=2), tmp_path / "reward.png")
-    body = (tmp_path / "reward.png").read_bytes()
-    assert body.startswith(b"\x89PNG")
-    assert int.from_bytes(body[16:20], "big") > 1000
+    bodies = []
+    flow = [Flow(1, 0.5, 1.0, 0.4, None), Flow(2, None, None, None, None), Flow(3, 1, 2, 0.9, 0.1)]
+    for steps in ([], flow):
+        data = PlotData("t", [1, 2, 3], [0.2, 0.5, 0.9], 0.4, 0.9, killed_at=2, flow=steps)
+        draw(data, tmp_path / "reward.png")
+        bodies.append((tmp_path / "reward.png").read_bytes())
+        assert bodies[-1].startswith(b"\x89PNG")
+        assert int.from_bytes(bodies[-1][16:20], "big") > 1000
+    assert bodies[0] != bodies[1]
 
 
 def test_the_running_mean_starts_at_the_first_value_and_lies_between() -> None:

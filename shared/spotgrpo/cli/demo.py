@@ -20,7 +20,7 @@ from spotgrpo.cli.demo_parts.cleanup import remove_old_servers
 from spotgrpo.cli.demo_parts.feed import Feed
 from spotgrpo.cli.demo_parts.folder import DemoFolder, find_example, write_run_toml
 from spotgrpo.cli.demo_parts.model import find_gguf, is_prepared
-from spotgrpo.cli.demo_parts.plot import PlotData, draw
+from spotgrpo.cli.demo_parts.plot import Flow, PlotData, draw
 from spotgrpo.cli.demo_parts.progress import Progress
 from spotgrpo.cli.demo_parts.screen import Picture, make_screen
 from spotgrpo.cli.demo_parts.servers import start_servers
@@ -240,6 +240,16 @@ class Demo:
             accuracy_before=summary.accuracy_before,
             accuracy_after=summary.accuracy_after,
             killed_at=kill.version if kill else None,
+            flow=[
+                Flow(
+                    step.version,
+                    step.lag_mean,
+                    step.lag_max,
+                    step.learner_waited,
+                    step.workers_idled,
+                )
+                for step in steps
+            ],
         )
         draw(data, self._folder.plot)
 

@@ -1,4 +1,4 @@
-"""The picture of a run: reward of every version, and held-out accuracy before and after."""
+"""The picture of a run: reward of every version, held-out accuracy before and after, and who waited for whom."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ from typing import Any, Final
 GREEN: Final = "#2a9d8f"
 ORANGE: Final = "#e76f51"
 GREY: Final = "#6c757d"
+BLUE: Final = "#2b6cb0"
+PURPLE: Final = "#805ad5"
 SMOOTHING: Final = 0.35
 """Weight of the newest value in the running mean."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How one step's groups came: their lag in versions, and what shares of the time either side waited."""
+
+    version: int
+    lag_mean: float | None
+    lag_max: float | None
+    learner_waited: float | None
+    workers_idled: float | None
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,7 @@ class PlotData:
     accuracy_before: float
     accuracy_after: float
     killed_at: int | None = None
+    flow: Sequence[Flow] = ()
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
@@ -42,11 +56,21 @@ def draw(data: PlotData, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5), dpi=140, layout="constrained")
+    figure, (axes, waits, lags) = plt.subplots(
+        3,
+        1,
+        sharex=True,
+        height_ratios=(5, 2, 1.5),
+        figsize=(9, 7.5),
+        dpi=140,
+        layout="constrained",
+    )
     _draw_reward(axes, data)
     _draw_accuracy(axes, data)
     _draw_kill(axes, data)
     _dress(axes, data)
+    _draw_waits(waits, data.flow)
+    _draw_lags(lags, data.flow)
     figure.savefig(path)
     plt.close(figure)
 
@@ -85,11 +109,58 @@ def _draw_kill(axes: Any, data: PlotData) -> None:
         )
 
 
+def _draw_waits(axes: Any, flow: Sequence[Flow]) -> None:
+    """Which side would have to be scaled."""
+    lines = (
+        ("learner waited for groups", BLUE, [(one.version, one.learner_waited) for one in flow]),
+        (
+            "workers idle: no tasks, or a blocked broker",
+            PURPLE,
+            [(one.version, one.workers_idled) for one in flow],
+        ),
+    )
+    for label, colour, points in lines:
+        known = [(version, share) for version, share in points if share is not None]
+        means = running_mean([share for _, share in known])
+        axes.plot([version for version, _ in known], means, color=colour, linewidth=2, label=label)
+    axes.set_ylabel("share of time")
+    axes.set_ylim(0, 1.05)
+    _dress_plain(axes)
+    axes.legend(loc="upper right", frameon=False, ncols=2)
+
+
+def _draw_lags(axes: Any, flow: Sequence[Flow]) -> None:
+    versions = [one.version for one in flow if one.lag_max is not None]
+    axes.bar(
+        versions,
+        [one.lag_max for one in flow if one.lag_max is not None],
+        color="#ced4da",
+        label="oldest group of a step",
+    )
+    known = [(one.version, one.lag_mean) for one in flow if one.lag_mean is not None]
+    axes.plot(
+        [version for version, _ in known],
+        [lag for _, lag in known],
+        color=GREY,
+        linewidth=2,
+        label="mean",
+    )
+    axes.set_ylabel("lag, in versions")
+    axes.set_ylim(0, 1.5 + max((one.lag_max or 0.0 for one in flow), default=0.0))
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("policy version (optimizer steps)")
+    _dress_plain(axes)
+    axes.legend(loc="upper right", frameon=False, ncols=2)
+
+
 def _dress(axes: Any, data: PlotData) -> None:
     axes.set_title(data.title, loc="left", fontweight="bold")
-    axes.set_xlabel("policy version (optimizer steps)")
     axes.set_ylim(0, 1.08)
+    _dress_plain(axes)
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _dress_plain(axes: Any) -> None:
     axes.grid(axis="y", color="#e9ecef")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)

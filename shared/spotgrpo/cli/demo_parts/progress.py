@@ -20,13 +20,19 @@ PACE_STEPS: Final = 8
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. ``reward`` is the mean over its groups, lags are in versions, ``at`` is Unix seconds."""
+    """One optimizer step. ``reward`` is the mean over its groups, lags are in versions, ``at`` is Unix seconds.
+
+    ``learner_waited`` is the share of its time that the learner waited for groups, ``workers_idled`` that of the
+    workers' places that were empty for want of tasks, or of a broker that takes groups.
+    """
 
     version: int
     reward: float | None
     lag_mean: float | None
     lag_max: float | None
     at: float
+    learner_waited: float | None = None
+    workers_idled: float | None = None
 
 
 @dataclass
@@ -95,7 +101,11 @@ class Progress:
                 _number(values, "sample/staleness_mean"),
                 _number(values, "sample/staleness_max"),
             )
-            self.steps[version] = Step(version, _number(values, "reward"), *lags, at)
+            waits = (
+                _number(values, "perf/rollout_wait_share"),
+                _number(values, "rollout/backpressure_share"),
+            )
+            self.steps[version] = Step(version, _number(values, "reward"), *lags, at, *waits)
 
     @property
     def version(self) -> int:
