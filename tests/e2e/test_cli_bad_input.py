@@ -243,6 +243,8 @@ def test_an_export_of_a_run_that_is_not_there_leaves_no_folder(
     args = ["export", "run.toml", "--out", "out", *bucket_of(s3_server)]
     assert_refused(folder.run(*args), 2, ["run.id = 'bad-input'"])
     assert_refused(folder.run(*args, "--version", "3"), 2, ["run.id = 'bad-input'"])
+    assert_refused(folder.run(*args, "--best"), 2, ["run.id = 'bad-input'"])
+    assert_refused(folder.run(*args, "--best", "--version", "3"), 2, ["--version = 3", "not both"])
     assert not (folder.path / "out").exists()
 
 
