@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spotgrpo.consumer.accounts import MOST_LAG, Accounts
+from spotgrpo.consumer.accounts import MOST_LAG, Accounts, flat_share
 from spotgrpo.consumer.lately import Lately
 from spotgrpo.consumer.staleness import Lag
 from spotgrpo.shared.wire import Group
@@ -34,13 +34,13 @@ def test_lags_are_counted_where_they_come_from_and_drops_by_length_too() -> None
     assert found["staleness_in_queue_histogram"] == [3, 1, 1]
     assert (found["dropped_in_flight"], found["dropped_in_queue"]) == (2, 1)
     assert found["dropped_quarantine"] == 1
-    assert found["trained_by_length"] == {"64": 2}
+    assert found["batched_by_length"] == {"64": 2}
     assert found["dropped_by_length"] == {"1": 1, "2": 1, "128": 2}
 
 
 def test_before_the_first_group_there_is_nothing_in_them() -> None:
     found = Accounts().figures()
-    assert (found["staleness_in_flight_histogram"], found["trained_by_length"]) == ([], {})
+    assert (found["staleness_in_flight_histogram"], found["batched_by_length"]) == ([], {})
 
 
 def test_one_long_wait_does_not_change_what_workers_forecast_by() -> None:
@@ -48,4 +48,13 @@ def test_one_long_wait_does_not_change_what_workers_forecast_by() -> None:
     assert (lately.step_s, lately.group_tokens) == (0.0, 0.0)
     for seconds in (300.0, 2.0, 4.0, 3.0):
         lately.stepped(seconds, [group(10, 20), group(5, 30)])
-    assert (lately.step_s, lately.group_tokens) == (pytest.approx(3.5), 25.0)
+    assert (lately.step_s, lately.group_tokens) == (3.0, 25.0)
+
+
+def test_a_flat_groups_share_is_that_of_the_batch() -> None:
+    def rewarded(*rewards: float | None) -> Group:
+        rollouts = tuple(replace(GROUP.rollouts[0], reward=reward) for reward in rewards)
+        return replace(GROUP, rollouts=rollouts)
+
+    batch = [rewarded(0.0, 1.0), rewarded(1.0, 1.0), rewarded(1.0, None), rewarded(None, None)]
+    assert flat_share(batch) == 0.75

@@ -1,12 +1,13 @@
 """Where groups' lags come from, and whom the filter drops: counts since the run was taken over. Pure.
 
-A filter that drops what is slow biases the policy against long completions, so that both what was trained and what
-was dropped is counted by length.
+A filter that drops what is slow biases the policy against long completions, so that both what came into steps and
+what was dropped is counted by length.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -28,13 +29,13 @@ class Accounts:
     in_flight: Counter[int] = field(default_factory=Counter)
     in_queue: Counter[int] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    trained_by_length: Counter[int] = field(default_factory=Counter)
+    batched_by_length: Counter[int] = field(default_factory=Counter)
     dropped_by_length: Counter[int] = field(default_factory=Counter)
 
     def batched(self, group: Group, lag: Lag) -> None:
         """It goes into a step, or fills a place of one."""
         self._count(lag)
-        self.trained_by_length[_up_to(longest_of(group))] += 1
+        self.batched_by_length[_up_to(longest_of(group))] += 1
 
     def drop(self, group: Group, lag: Lag, max_staleness: int) -> None:
         """It is too old to be trained."""
@@ -59,9 +60,15 @@ class Accounts:
             "dropped_in_flight": self.dropped["in_flight"],
             "dropped_in_queue": self.dropped["in_queue"],
             "dropped_quarantine": self.dropped["quarantine"],
-            "trained_by_length": _by_length(self.trained_by_length),
+            "batched_by_length": _by_length(self.batched_by_length),
             "dropped_by_length": _by_length(self.dropped_by_length),
         }
+
+
+def flat_share(groups: Sequence[Group]) -> float:
+    """Share of a batch whose rewards do not differ: a place each, with a gradient only by other terms of the loss."""
+    rewards = [{one.reward for one in group.rollouts if one.reward is not None} for group in groups]
+    return sum(len(different) < 2 for different in rewards) / len(groups)
 
 
 def _up_to(tokens: int) -> int:

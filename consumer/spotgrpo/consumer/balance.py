@@ -16,8 +16,6 @@ EVERY_S: Final = 300.0
 """Seconds until the first sentence, and between two."""
 NOTABLE: Final = 0.2
 """Share of the time from which a wait is worth a word."""
-CLEAR: Final = 1.5
-"""One side waits for the other where its share is so many times the other's; else both wait for the same."""
 CAUSES: Final = ("tasks", "version", "too_slow", "blocked")
 """What workers' places are empty for, as their reports call it."""
 
@@ -134,9 +132,9 @@ def _who_waits(waited: float, fleet: Fleet, last: str) -> list[str]:
         return [
             f"the learner waited {waited:.0%} of {last} for rollouts: add workers (none is heard of)"
         ]
-    if waited >= CLEAR * idle:
+    if idle < NOTABLE:
         return [f"the learner waited {waited:.0%} of {last} for rollouts: add workers"]
-    if idle >= CLEAR * waited:
+    if waited < NOTABLE:
         return [f"workers idled {idle:.0%} of {last} for want of tasks: the learner is the limit"]
     return [
         (
@@ -165,7 +163,7 @@ class Balance:
         default_factory=lambda: (LearnerSeconds(), Fleet())
     )
     _said: tuple[LearnerSeconds, Fleet] = field(default_factory=lambda: (LearnerSeconds(), Fleet()))
-    _say_after_s: float = FIRST_S
+    _say_after_s: float = field(default_factory=lambda: FIRST_S)
 
     def record(self, now: float, fleet: Fleet) -> dict[str, Json]:
         """Figures of the time since the last record."""

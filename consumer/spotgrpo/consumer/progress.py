@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from spotgrpo.consumer.accounts import flat_share
 from spotgrpo.consumer.balance import Balance, Fleet
 from spotgrpo.consumer.breakdown import Moments, by_function, by_source
 from spotgrpo.consumer.fit import Fit
@@ -236,6 +237,7 @@ class Progress:
             "steps_skipped": self._skipped,
             **_of_rollouts(rollouts),
             **by_function(rollouts),
+            "frac_reward_zero_std": flat_share(groups),
             **_of_lags(lags),
             **_of_step(stats),
             **by_source(groups, stats.advantages if stats else {}),
