@@ -247,7 +247,7 @@ class TrainConfig(Section):
         float | None,
         Field(
             allow_inf_nan=False,
-            description="End the run at this mean reward: an evaluation's, or without [eval] that of the last 10 batches.",
+            description="End at this mean reward of an evaluation (without [eval]: of 10 batches); none: never.",
         ),
     ] = None
     groups_per_step: Annotated[Positive, Field(description="Groups of one optimizer step.")] = 8
