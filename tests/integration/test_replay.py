@@ -73,10 +73,9 @@ def trainer_of(config: Config, kind: type[Trainer] = Unprobed) -> Trainer:
 
 
 def vary(worker: ThreadWorker, task: Task, spoilt: int = 6) -> Sequence[Group]:
-    """Rollouts that differ; in the second of odd tasks ``spoilt`` is the second token."""
+    """Rollouts that differ; the second token of the second is ``spoilt``."""
     group = answer(task, worker.serving(), tokens=4)
-    middle = spoilt if task.task_id.index % 2 else 6
-    ids = np.array([7, middle, 8, 9], dtype=np.int32)
+    ids = np.array([7, spoilt, 8, 9], dtype=np.int32)
     second = replace(group.rollouts[1], token_ids=ids)
     return [replace(group, rollouts=(group.rollouts[0], second))]
 
@@ -202,9 +201,11 @@ def test_the_token_that_spoils_a_step_is_named_though_its_row_is_shared(tmp_path
     found = taken_again(world, config, LAST.format(0))
     first = found.found.first
     assert first is not None
-    assert int(first.task.partition(".")[0]) % 2 == 1
+    recorded = fetch(world.store, world.keys, LAST.format(0))
+    assert first.task == str(recorded.groups[0].task_id)
     assert (first.rollout, first.token, first.id) == (1, 2, 8)
-    assert (found.found.odd_rollouts, found.found.tokens) == (1, 16)
+    assert found.before == SPOILT
+    assert (found.found.odd_rollouts, found.found.tokens) == (2, 16)
     assert {"logprob", "base_logprob", "entropy"} <= set(first.odd)
     assert found.base_is_finite is False
     assert found.cause is not None

@@ -45,7 +45,7 @@ class Replayed:
         dtype: that the base computed in.
         is_trained: False where these settings leave nothing to train.
         found: where it is not finite; ``apart`` unless all is finite, or only where sequences share a row.
-        worker: whose group ``found.first`` is of.
+        worker: whose group ``found.first`` is of; ``before``: id of the token before it, the last that the model read.
         base_is_finite: whether the base without the adapter gives that token a finite logprob; None where there is
             none, or its logprob is finite.
         weights: of the adapter before the step.
@@ -62,6 +62,7 @@ class Replayed:
     trained_tokens: int
     found: Inspection
     worker: str | None
+    before: int | None
     base_is_finite: bool | None
     weights: Weights
 
@@ -150,6 +151,9 @@ def replay(recorded: Recorded, settings: Settings, config: Config) -> Replayed:
         trained_tokens=stats.tokens,
         found=found,
         worker=None if group is None else group.worker,
+        before=None
+        if first is None or group is None
+        else _ids(group, first.rollout, first.token)[-1],
         base_is_finite=None
         if first is None or group is None
         else _base_is_finite(trainer, group, first),
@@ -189,9 +193,14 @@ def _is_finite_at(
     trainer: Trainer, group: Group, rollout: int, token: int, *, adapter: bool
 ) -> bool:
     """Whether the logprob of a token is, with nothing behind it."""
-    ids = [*group.prompt_ids.tolist(), *group.rollouts[rollout].token_ids.tolist()]
-    end = len(group.prompt_ids) + token + 1
-    return bool(np.isfinite(trainer.sequence_logprobs(ids[:end], adapter=adapter)[-1]))
+    ids = _ids(group, rollout, token + 1)
+    return bool(np.isfinite(trainer.sequence_logprobs(ids, adapter=adapter)[-1]))
+
+
+def _ids(group: Group, rollout: int, tokens: int) -> list[int]:
+    """The prompt and the first ``tokens`` tokens of a rollout."""
+    ids: list[int] = group.rollouts[rollout].token_ids[:tokens].tolist()
+    return [*group.prompt_ids.tolist(), *ids]
 
 
 def _weights(state: bytes) -> Weights:

@@ -15,13 +15,14 @@ from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.loading import key_of
 
 if TYPE_CHECKING:
-    from spotgrpo.consumer.inspection import Inspection
     from spotgrpo.consumer.replay import Replayed
     from spotgrpo.shared.ids import Keys
     from spotgrpo.shared.ports import ObjectStore
 
 SHOWN: Final = 6
 """Parameters that are named."""
+WRAPPED: Final = "base_model.model."
+"""What peft puts before every name."""
 
 Step = Annotated[
     str | None,
@@ -94,7 +95,7 @@ def _show_list(view: WorkerView, *, as_json: bool) -> None:
 
 def _print(run: str, replayed: Replayed) -> None:
     then = f"loss {replayed.recorded[0]}, gradient norm {replayed.recorded[1]}"
-    now = f"loss {replayed.loss!r}, gradient norm {replayed.grad_norm!r}"
+    now = f"loss {replayed.loss:.6g}, gradient norm {replayed.grad_norm:.6g}"
     print(f"step {replayed.step} of {run}, from version {replayed.version}")
     print(f"then        {then}")
     for key, (before, after) in replayed.changed.items():
@@ -103,20 +104,24 @@ def _print(run: str, replayed: Replayed) -> None:
         print("now         these settings leave nothing of it to train")
         return
     print(f"now         {now}: {'finite' if replayed.is_finite else 'still not finite'}")
-    _print_found(replayed.found, replayed.worker)
+    _print_found(replayed)
     if replayed.cause is not None:
         print(f"likely      {replayed.cause}")
 
 
-def _print_found(found: Inspection, worker: str | None) -> None:
-    if found.first is not None:
-        one = found.first
-        place = f"group {one.task} (worker {worker}), rollout {one.rollout}, token {one.token}"
+def _print_found(replayed: Replayed) -> None:
+    found, one = replayed.found, replayed.found.first
+    if one is not None:
+        where = "" if found.apart else "; only where sequences share a row"
         mask = "" if one.is_trained else ", not trained"
         values = ", ".join(f"{name} {value:.6g}" for name, value in one.values.items())
+        place = (
+            f"group {one.task} (worker {replayed.worker}), rollout {one.rollout}, token {one.token}"
+        )
+        ids = f"id {one.id} after id {replayed.before}{mask}"
         many = f"{found.odd_tokens} of {found.tokens} tokens, in {found.odd_rollouts} rollouts"
-        print(f"not finite  {many}")
-        print(f"first       {place} (id {one.id}{mask}): {', '.join(one.odd)}")
+        print(f"not finite  {many}{where}")
+        print(f"first       {place} ({ids}): {', '.join(one.odd)}")
         print(f"            {values}")
     if found.gradient_tasks:
         tasks = ", ".join(found.gradient_tasks)
@@ -124,6 +129,6 @@ def _print_found(found: Inspection, worker: str | None) -> None:
     for gradient in found.odd_gradients[:SHOWN]:
         entries = f"{gradient.odd} of {gradient.size} entries"
         what = entries if gradient.odd else "its norm overflows"
-        print(f"parameter   {gradient.name}: {what}")
+        print(f"parameter   {gradient.name.removeprefix(WRAPPED)}: {what}")
     if found.odd_gradients:
         print(f"parameters  {len(found.odd_gradients)} of {found.parameters} in all")
