@@ -8,7 +8,14 @@ import pytest
 
 from spotgrpo.consumer.diagnosis import Recompute
 from spotgrpo.consumer.fit import Fit, StepFits, group_fit
-from spotgrpo.consumer.mismatch import BOUND, ENOUGH, KNOWN_FOR, MOST_WORKERS, MismatchWatch
+from spotgrpo.consumer.mismatch import (
+    BOUND,
+    ENOUGH,
+    KNOWN_FOR,
+    MOST_EXPLAINED,
+    MOST_WORKERS,
+    MismatchWatch,
+)
 from spotgrpo.consumer.packing import Float32Array, Sample, pack
 from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.wire import Group
@@ -128,6 +135,18 @@ def test_a_small_difference_is_called_one_of_precision(caplog: pytest.LogCapture
     watching.trained([("coarse", Fit(1000, 40.0))], 1)
     watching.arrived(of_worker("coarse"), 2)
     assert "computes in less than float32" in caplog.text
+
+
+def test_what_makes_many_workers_differ_is_looked_for_in_a_few(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recomputing = Recomputing()
+    watching = watch(quarantines=False, recompute=recomputing)
+    for number in range(2 * MOST_EXPLAINED):
+        watching.trained([(f"w{number}", BAD)], 1)
+        watching.arrived(of_worker(f"w{number}"), 2)
+    assert recomputing.asked == MOST_EXPLAINED
+    assert caplog.text.count("as with those before it") == MOST_EXPLAINED
 
 
 @pytest.mark.parametrize("dtype", sorted(BOUND))

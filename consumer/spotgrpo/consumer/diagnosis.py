@@ -23,7 +23,7 @@ EXPLAINS: Final = 0.25
 """Of the difference: what may be left of it."""
 BELOW: Final = 0.1
 """Of all that a truncated distribution's logprobs differ by: what may be below the learner's."""
-MOST_TOKENS: Final = 512
+MOST_TOKENS: Final = 256
 """Of a group, that are computed so often."""
 
 

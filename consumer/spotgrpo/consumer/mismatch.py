@@ -38,6 +38,8 @@ ENOUGH: Final = 64
 """Tokens that say something about a mean; fewer count as if the rest of these fitted."""
 KNOWN_FOR: Final = 10
 LATER: Final = "what makes it differ is looked into with its next group of lag 0"
+MOST_EXPLAINED: Final = 8
+"""Workers for which forward passes are spent on what makes them differ: many that are wrong are wrong alike."""
 MOST_WORKERS: Final = 1024
 MOST_SHOWN: Final = 32
 
@@ -83,6 +85,7 @@ class MismatchWatch:
         self._dtype, self._quarantines, self._recompute = dtype, quarantines, recompute
         self._standings: dict[str, _Standing] = {}
         self._fresh: dict[str, Fit] = {}
+        self._explained = 0
 
     def trained(self, fits: Iterable[tuple[str, Fit]], version: int) -> None:
         """A step at ``version`` computed these, each of a worker's group of lag 0."""
@@ -167,6 +170,9 @@ class MismatchWatch:
             log.info("what worker %s samples %s (%.2g nats)", worker, what, recent.mean_gap)
 
     def _cause(self, group: Group, fit: Fit) -> str:
+        if self._explained >= MOST_EXPLAINED:
+            return "most likely as with those before it"
+        self._explained += 1
         found = explain(group, self._recompute)
         if found is not None:
             return found
