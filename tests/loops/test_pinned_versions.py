@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,5 +165,47 @@ def test_a_bucket_that_is_away_holds_up_the_evaluation_alone(bench: Bench) -> No
             bench.store.disk_is_full = False
             (group,) = await bench.answers(1)
             assert sampled_by(group) == {v(1)}
+
+    run(story)
+
+
+class ThoroughEngine(ScriptedEngine):
+    """One that, like the real ones, loads to the end whoever waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__(max_versions=KEEP)
+        self.begun = 0
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def load(self, version: PolicyVersion, folder: Path) -> int:
+        return await asyncio.shield(asyncio.create_task(self._load(version, folder)))
+
+    async def _load(self, version: PolicyVersion, folder: Path) -> int:
+        self.begun += 1
+        await self.may_load.wait()
+        return await super().load(version, folder)
+
+
+def test_a_task_that_goes_back_while_its_version_is_loaded_leaves_nothing_unknown_behind(
+    bench: Bench,
+) -> None:
+    async def story() -> None:
+        engine = ThoroughEngine()
+        async with working(bench, engine, evaluates=True) as (worker, _, running):
+            await serve_up_to(bench, worker, 0, 5)
+            engine.may_load.clear()
+            begun = engine.begun
+            bench.ask(0, pinned=v(1))
+            await until(lambda: engine.begun > begun)
+            (job,) = worker._jobs.values()
+            await worker._gate._give_back(job, "it was not begun")
+            engine.may_load.set()
+            (group,) = await bench.answers(1)
+            assert sampled_by(group) == {v(1)}
+            await serve_up_to(bench, worker, 6, 9)
+            assert not running.done()
+            folders = set((bench.folder / "cache" / "w1").iterdir())
+            assert folders == set(engine.loaded.values()), "what is kept is what is loaded"
 
     run(story)

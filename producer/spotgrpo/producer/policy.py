@@ -130,6 +130,7 @@ class PolicyWatcher:
         self._pinned: PolicyVersion | None = None
         self._turn = asyncio.Lock()
         """Of what loads and unloads."""
+        self._bringing: dict[PolicyVersion, asyncio.Task[bool]] = {}
         self._changed = asyncio.Condition()
         self._folders = 0
         self._finished_grace_s = finished_grace_s
@@ -149,6 +150,13 @@ class PolicyWatcher:
 
     async def run(self) -> None:
         """Watch for ever. Only an engine that dies ends it, with its error."""
+        try:
+            await self._watch()
+        finally:
+            for bringing in self._bringing.values():
+                bringing.cancel()
+
+    async def _watch(self) -> None:
         pause = self._poll_s
         while True:
             try:
@@ -414,13 +422,31 @@ class PolicyWatcher:
         """
         while self.pinned(version) is None:
             try:
-                async with self._turn:
-                    if self.pinned(version) is None and not await self._load_pinned(version):
-                        return False
+                # The task that asks may go back to the queue meanwhile: an engine that was half-way with a load or an
+                # unload would go on, and hold a version that nobody here knows of.
+                if not await asyncio.shield(self._begin_to_bring(version)):
+                    return False
             except TransientError as exc:
                 log.info("%s, which is evaluated, cannot be had now: %s", version, exc)
                 await asyncio.sleep(self._poll_s)
         return True
+
+    def _begin_to_bring(self, version: PolicyVersion) -> asyncio.Task[bool]:
+        """What brings it, the same for all who ask; it goes on without them."""
+
+        async def bring() -> bool:
+            async with self._turn:
+                return self.pinned(version) is not None or await self._load_pinned(version)
+
+        def over(task: asyncio.Task[bool]) -> None:
+            del self._bringing[version]
+            if not task.cancelled():
+                task.exception()  # whoever waits hears of it, if anybody does
+
+        if version not in self._bringing:
+            self._bringing[version] = asyncio.create_task(bring())
+            self._bringing[version].add_done_callback(over)
+        return self._bringing[version]
 
     async def _load_pinned(self, version: PolicyVersion) -> bool:
         """Whether an older version could be loaded once more."""
