@@ -145,7 +145,7 @@ class Evaluation:
     def answered(self, prompt: int, answer: Answer) -> None:
         self._answers[prompt] = answer
         self._asked.pop(prompt, None)
-        if prompt in self._waiting:
+        if self._refusals[prompt] and prompt in self._waiting:
             self._waiting.remove(prompt)
 
     def refused(self, prompt: int) -> None:
