@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from spotgrpo.cli.vllm_servers import look_at_servers
-from spotgrpo.producer.engines import server_pool, vllm_server
+from spotgrpo.producer.engines import server_api, server_pool, vllm_server
 from spotgrpo.producer.engines.base import (
     EngineSpec,
     GenerationRequest,
@@ -315,6 +315,43 @@ async def test_a_restarted_server_that_serves_the_base_serves_nothing_also_where
     assert not streams(servers[1])
     servers[1].effect = 0.5
     await until(lambda: len(engine._pool._up()) == 2)
+
+
+async def test_a_server_that_hangs_does_not_hold_an_adoption_up_and_is_caught_up_later(
+    servers: list[FakeVLLM], start: Any, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_api, "CONNECT_S", 0.3)
+    engine = await start(*servers, timeout_s=600.0)
+    await engine.load(FIRST, adapter)
+    await engine.score(FIRST, IDS)
+    servers[1].hangs = True
+    async with asyncio.timeout(20):
+        await engine.load(SECOND, adapter)
+        await engine.score(SECOND, IDS)
+        await engine.unload(FIRST)
+        await asyncio.gather(*(answer(engine, request(n, version=SECOND)) for n in range(4)))
+    servers[1].hangs = False
+    await until(lambda: len(engine._pool._up()) == 2)
+    assert [len(server.loaded) for server in servers] == [1, 1], "only what is held"
+    await asyncio.gather(*(answer(engine, request(n, version=SECOND)) for n in range(4)))
+    assert streams(servers[1])
+
+
+async def test_what_fails_its_proof_on_a_server_again_and_again_does_not_pile_up_there(
+    servers: list[FakeVLLM], start: Any, adapter: Path
+) -> None:
+    engine = await start(*servers)
+    await engine.load(FIRST, adapter)
+    await engine.score(FIRST, IDS)
+    await servers[1].kill()
+    servers[1].shift = 0.3
+    servers[1].ever_loaded.clear()
+    await servers[1].start()
+    await until(lambda: len(servers[1].ever_loaded) > 4)
+    assert len(servers[1].loaded) <= 1
+    servers[1].shift = 0.0
+    await until(lambda: len(engine._pool._up()) == 2)
+    assert [len(server.loaded) for server in servers] == [1, 1]
 
 
 async def test_servers_that_disagree_prove_nothing(

@@ -43,6 +43,7 @@ class FakeVLLM:
         token_s: seconds a token takes.
         dies_after: tokens of a stream after which its connection is cut, once a stream; None: never.
         hangs_after: tokens of a stream after which nothing comes any more.
+        hangs: it takes connections and answers nothing, as a process that is stopped does.
         shift: added to every scored logprob: another model.
         effect: of every adapter, added to the scored logprob of one token, ``MOVED``.
         requests: every completion that was asked for.
@@ -64,6 +65,7 @@ class FakeVLLM:
     token_s: float = 0.002
     dies_after: int | None = None
     hangs_after: int | None = None
+    hangs: bool = False
     shift: float = 0.0
     effect: float = 0.0
     refuses_with: tuple[int, str] | None = None
@@ -111,6 +113,8 @@ class FakeVLLM:
     async def _route(
         self, writer: asyncio.StreamWriter, what: str, headers: dict[str, str], asked: Any
     ) -> None:
+        while self.hangs:  # noqa: ASYNC110  set from outside
+            await asyncio.sleep(0.01)
         key = headers.get("authorization", "")
         if "/v1/" in what and self.api_key is not None and key != f"Bearer {self.api_key}":
             _answer(writer, 401, {"error": "Unauthorized"})

@@ -131,7 +131,8 @@ class ServerApi:
 
     async def unload(self, name: str) -> None:
         """Forget an adapter. Requests that run on it go on."""
-        await self._ask("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+        body = {"lora_name": name}
+        await self._ask("POST", "/v1/unload_lora_adapter", json=body, timeout=CONNECT_S)
 
     async def score(self, model: str, token_ids: Sequence[int]) -> Float32Array:
         """Logprobs at temperature 1 of ``token_ids[1:]``, float32 [T-1].

@@ -113,7 +113,7 @@ class ServerPool:
         self._dtype, self._noise = dtype, noise_of(dtype)
         self._on_failure = on_failure
         self._held: dict[PolicyVersion, Held] = {}
-        self._mark, self._numbers = secrets.token_hex(4), itertools.count(1)
+        self._mark, self._numbers = f"spotgrpo-{secrets.token_hex(4)}-", itertools.count(1)
         self._changed = asyncio.Event()
         self._watches: list[asyncio.Task[None]] = []
 
@@ -261,16 +261,16 @@ class ServerPool:
 
     async def _load_or_lose(self, server: Server, version: PolicyVersion, held: Held) -> bool:
         try:
-            async with server.lock:
-                await self._put_on(server, version, held)
-        except ServerLost as exc:
-            self._lose(server, str(exc))
+            async with server.lock, self._using(server):
+                if server.is_up:  # still
+                    await self._put_on(server, version, held)
+        except ServerLost:
             return False
-        return True
+        return version in server.names
 
     async def _put_on(self, server: Server, version: PolicyVersion, held: Held) -> None:
         """Load under a name that was never used, and see that it answers as it did elsewhere."""
-        name = f"spotgrpo-{self._mark}-{version}-{next(self._numbers)}"
+        name = f"{self._mark}{version}-{next(self._numbers)}"
         try:
             await server.api.load(name, held.path)
         except ServerRefused as exc:
@@ -302,10 +302,14 @@ class ServerPool:
 
     async def _take_off(self, version: PolicyVersion) -> None:
         named = [(s, s.names.pop(version)) for s in self._servers if version in s.names]
-        for server, name in named:
-            if server.is_up:
-                with contextlib.suppress(ServerLost, ServerRefused):  # it has forgotten it, then
-                    await server.api.unload(name)
+        # One that does not answer is asked again when it is looked at.
+        await asyncio.gather(*(_forget(server, name) for server, name in named if server.is_up))
+
+    async def _take_off_strays(self, server: Server, present: set[str]) -> None:
+        """What loads left there whose answer was lost, or whose proof failed, and what did not go when it was to."""
+        known = set(server.names.values())
+        strays = [name for name in present - known if name.startswith(self._mark)]
+        await asyncio.gather(*(_forget(server, name) for name in strays))
 
     def _compare(self, url: str, mine: Float32Array, theirs: Float32Array, who: str) -> None:
         gap = float(np.abs(mine - theirs).sum()) / max(1, len(theirs))
@@ -338,8 +342,10 @@ class ServerPool:
 
     async def _look(self, server: Server) -> None:
         """See that a server is well and has every version, and bring it up."""
+        await (
+            server.api.health()
+        )  # also while a load is under way, which ends with a server that hangs
         async with server.lock:
-            await server.api.health()
             if not server.is_up:
                 server.base = await check_server(server.api, self._demands)
             present = {card.name for card in await server.api.models()}
@@ -349,6 +355,7 @@ class ServerPool:
             if server.is_up and forgotten:
                 raise ServerLost(f"{server.api.url} has forgotten its versions: it was restarted")
             self._check_silence(server)
+            await self._take_off_strays(server, present)
             await self._catch_up(server)
         if not server.is_up:
             server.is_up = True
@@ -409,6 +416,11 @@ class ServerPool:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._on_failure(error)
+
+
+async def _forget(server: Server, name: str) -> None:
+    with contextlib.suppress(ServerLost, ServerRefused):  # it has forgotten it, then
+        await server.api.unload(name)
 
 
 def _give_up(server: Server) -> None:
