@@ -11,6 +11,7 @@ from spotgrpo.consumer.intake import (
     MOST_COUNTED,
     MOST_SHOWN,
     OTHERS,
+    Decoded,
     Expected,
     HeldGroup,
     Intake,
@@ -26,7 +27,7 @@ from spotgrpo.shared.ids import Keys, PolicyVersion, Queues, TaskId
 from spotgrpo.shared.loss_config import LossConfig
 from spotgrpo.shared.memory.broker import MemoryBroker, MemoryBrokerServer
 from spotgrpo.shared.memory.store import MemoryStore
-from spotgrpo.shared.ports import Message
+from spotgrpo.shared.ports import Delivery, Message
 from spotgrpo.shared.wire import Sampling, Task
 from tests.tools.loop_world import RUN, VOCABULARY, answer, config_of, group_message
 
@@ -140,6 +141,31 @@ def test_rule_2_a_dead_letter_of_a_settled_task_is_a_duplicate() -> None:
     ledger = desk.settled()
     assert ledger.settled == {"dead": (A,)}
     assert ledger.counts.duplicate == 1
+
+
+def test_what_was_decoded_during_a_step_is_judged_when_the_step_is_over() -> None:
+    """A copy of A is wanted as it comes, and of a settled task by the time it is asked for; B is trained as ever."""
+    desk = Desk(Ledger.first(1, issue=2), groups_per_step=1, max_staleness=1)
+    desk.comes(A)
+    assert [held.task for held in desk.batch(0)] == [A]
+    decoded = threading.Semaphore(0)
+    real = desk.intake._ahead._decode
+
+    def counted(delivery: Delivery) -> Decoded:
+        found = real(delivery)
+        decoded.release()
+        return found
+
+    desk.intake._ahead._decode = counted
+    with desk.intake.preparing():
+        desk.comes(A)
+        desk.comes(B)
+        assert all(decoded.acquire(timeout=10) for _ in "AB")
+        desk.settlement.settle("trained", [A])
+        desk.settled()
+        desk.settlement.landed()
+    assert [held.task for held in desk.batch(0)] == [B]
+    assert desk.settled().counts.duplicate == 1
 
 
 def test_stale_groups_of_any_number_of_workers_are_counted_in_a_bounded_record() -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from spotgrpo.consumer.accounts import Accounts
 from spotgrpo.consumer.advantages import Advantages, group_advantages
+from spotgrpo.consumer.ahead import Ahead, Taken
 from spotgrpo.consumer.losses.objective import Objective
 from spotgrpo.consumer.losses.overlong import shaped_rewards
 from spotgrpo.consumer.losses.plan import has_gradient
@@ -38,6 +39,7 @@ from spotgrpo.shared.ids import Keys, TaskId, lineage_version
 from spotgrpo.shared.manifest import sha256_hex
 from spotgrpo.shared.ports import Consumer, Delivery, Handle, ObjectStore
 from spotgrpo.shared.retry import retry
+from spotgrpo.shared.steps import Step, reached
 from spotgrpo.shared.wire import Group, GroupRef, Sampling, decode_group, decode_group_ref
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,15 @@ class Receipt:
     consumer: Consumer
     handle: Handle
     object_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a delivery holds. No group where it is settled already or not asked for: its object may be gone."""
+
+    task: TaskId
+    group: Group | None
+    object_key: str | None
 
 
 @dataclass(frozen=True)
@@ -161,7 +172,7 @@ class Seen:
 
 
 class Intake:
-    """The learner's side of the rollouts queue. Used by the main thread alone."""
+    """The learner's side of the rollouts queue. Used by the main thread alone; during a step its ``Ahead`` decodes."""
 
     def __init__(
         self,
@@ -182,6 +193,7 @@ class Intake:
     ) -> None:
         self._evaluations, self._held_out = evaluations, held_out
         self._rollouts, self._dead = rollouts, dead
+        self._ahead: Ahead[Decoded] = Ahead(rollouts, self._decode, pacing.window)
         self._store, self._keys = store, keys
         self._settlement, self._expected = settlement, expected
         self._train, self._pacing, self._objective = train, pacing, objective
@@ -221,6 +233,10 @@ class Intake:
             on_wait(self._settlement.has_settleable or self._can_issue(version))
         return []
 
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """While a step runs on the main thread: what comes is taken and decoded, and waits for the next batch."""
+        return self._ahead.busy(len(self._held))
+
     def listen(self, version: int) -> bool:
         """Take in what is there, for a learner that trains no more; False once told to stop."""
         return not self._stopping.is_set() and self._receive(version)
@@ -245,20 +261,25 @@ class Intake:
                 self._rollouts.generation
             ):  # else another learner may lead, and these may be its dead letters
                 self._receive_dead()
-            delivery = self._rollouts.take(POLL_S)
-            while delivery is not None:
-                self._accept(delivery, version)
-                delivery = self._rollouts.take(0) if len(self._held) < self._pacing.window else None
+            taken = self._ahead.take(POLL_S)
+            while taken is not None:
+                self._accept(taken, version)
+                taken = self._ahead.take(0) if len(self._held) < self._pacing.window else None
         except StoreUnavailable:
             if not self._stopping.is_set():
                 raise
             return False
         return True
 
-    def _accept(self, delivery: Delivery, version: int) -> None:
+    def _accept(self, taken: Taken[Decoded], version: int) -> None:
+        delivery = taken.delivery
         try:
-            task = TaskId.parse(str(delivery.message.headers.get("task", "")))
-            group, object_key = self._decode(delivery, task)
+            decoded = taken.result()
+            if (
+                decoded is None or decoded.group is None
+            ):  # whether it is wanted is a question of now
+                decoded = self._decode(delivery)
+            task, group, object_key = decoded.task, decoded.group, decoded.object_key
             if group is not None:
                 self._check_versions(group, version)
             if task.is_held_out:
@@ -274,6 +295,7 @@ class Intake:
             return
         if task.is_held_out:
             self._rollouts.ack([delivery.handle])
+            reached(Step.LEARNER_HEARD)
             self._drop_body(object_key)
             return
         receipt = Receipt(self._rollouts, delivery.handle, object_key)
@@ -298,8 +320,9 @@ class Intake:
             return self._evaluations is not None and self._evaluations.wants(task)
         return task in self._settlement.committed.outstanding
 
-    def _decode(self, delivery: Delivery, task: TaskId) -> tuple[Group | None, str | None]:
-        """The checked group and its object's key; no group for one that is settled already: its object may be gone."""
+    def _decode(self, delivery: Delivery) -> Decoded:
+        """Checked but for what the learner's version says; during a step on a thread of its own."""
+        task = TaskId.parse(str(delivery.message.headers.get("task", "")))
         body, key = delivery.message.body, None
         expected = self._held_out if task.is_held_out else self._expected
         if delivery.message.headers.get("kind") == "group_ref":
@@ -308,15 +331,15 @@ class Intake:
             if ref.key != key:
                 raise WireError(f"reference to {ref.key!r}, which is no group of task {task}")
             if not self._is_wanted(task):
-                return None, key
+                return Decoded(task, None, key)
             body = self._fetch(ref)
         if expected is None or (task.is_held_out and not self._is_wanted(task)):
-            return None, key
+            return Decoded(task, None, key)
         group = decode_group(body)
         if group.task_id != task:
             raise WireError(f"header says task {task}, body says {group.task_id}")
         expected.check(group)
-        return group, key
+        return Decoded(task, group, key)
 
     def _fetch(self, ref: GroupRef) -> bytes:
         try:

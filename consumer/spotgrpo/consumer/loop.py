@@ -271,7 +271,10 @@ class TrainingLoop:
         started = time.monotonic()
         lags = [held.lag(self.version) for held in batch]
         trained = [held for held in batch if held.has_signal]
-        stats = self.trainer.step([held.group for held in trained]) if trained else None
+        stats = None
+        if trained:
+            with self.intake.preparing():
+                stats = self.trainer.step([held.group for held in trained])
         is_skipped = stats is not None and stats.skipped
         if stats is not None and not self._note_step(trained, stats):
             return  # told to stop: this step is redone
