@@ -7,7 +7,9 @@ end are compared bit for bit with those of a trainer that never saw a fault.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from spotgrpo.consumer.staleness import oldest_version
 from spotgrpo.consumer.trainer import Trainer
 from spotgrpo.shared.config import Config
 from spotgrpo.shared.errors import NotStored
-from spotgrpo.shared.ids import Keys, TaskId
+from spotgrpo.shared.ids import FIRST_HELD_OUT, Keys, PolicyVersion, TaskId
 from spotgrpo.shared.manifest import Latest
 from spotgrpo.shared.ports import ObjectStore
 from spotgrpo.shared.wire import Group, decode_group
@@ -133,12 +135,13 @@ class Books:
         return decode_group(next(iter(self._bodies.values())))
 
     def confirmed(self) -> set[TaskId]:
-        """Tasks of the groups that the broker confirmed to workers."""
-        return {
+        """Tasks of the groups that the broker confirmed to workers, but for held-out ones: they are in no books."""
+        found = {
             TaskId.parse(line.split()[0])
             for path in (self.folder / "confirmed").glob("*.log")
             for line in path.read_text().splitlines()
         }
+        return {task for task in found if not task.is_held_out}
 
     def _check_trained(self) -> None:
         """Nothing was trained beyond the staleness that the run allows, or that is not what was sampled."""
@@ -188,6 +191,37 @@ class Books:
                 self._bodies[record["epoch"], TaskId.parse(record["task"])] = record["body"]
                 self._read[path] = start + unpacker.tell()
 
+    def check_evaluations(
+        self, prompts: int, worth: Callable[[Sequence[int]], float | None], tokens: int = 8
+    ) -> int:
+        """Every evaluation is of each prompt once, and its reward that of the tokens sampled; how many there were.
+
+        Args:
+            worth: of a completion's tokens, the reward that the run's function gives.
+            tokens: of a completion.
+        """
+        lines = (self.folder / "runs" / self.keys.run / "metrics.jsonl").read_text().splitlines()
+        found = [record for line in lines if (record := json.loads(line))["role"] == "eval"]
+        rewards = {}
+        for one in found:
+            version = PolicyVersion(one["eval_epoch"], one["eval_version"])
+            scored = [
+                reward
+                for prompt in range(prompts)
+                for seed in rollout_seeds(self.seed, TaskId(FIRST_HELD_OUT + prompt), 1)
+                if (reward := worth(_sampled(seed, version, tokens))) is not None
+            ]
+            assert (one["eval_answered"], one["eval_scored"]) == (prompts, len(scored)), one
+            assert abs(one["eval_reward"] - sum(scored) / len(scored)) < 1e-9, one
+            rewards[version] = one["eval_reward"]
+        latest = self.latest()
+        assert latest is not None
+        assert latest.evaluated is not None
+        assert latest.evaluated.last.policy in rewards
+        best = latest.evaluated.best
+        assert best is None or rewards[best.policy] == best.reward
+        return len(rewards)
+
     def replayed_state(self, config: Config) -> bytes:
         """The trainer state of a run without faults: the recorded bodies, in the order of the ledgers."""
         self._read_records()
@@ -225,3 +259,7 @@ class Books:
         for leftover in ("groups/", "partials/"):
             found = [info.key for info in self.store.list(f"{self.keys.run}/{leftover}")]
             assert not found, f"left in the bucket: {found[:5]}"
+
+
+def _sampled(seed: int, version: PolicyVersion, tokens: int) -> list[int]:
+    return [scripted_token(seed, version, position)[0] for position in range(tokens)]

@@ -37,6 +37,8 @@ from tests.tools.proxy import Trap
 
 OUTAGE_S = 3.0
 MANY = 1_000_000
+HELD_OUT = 10
+"""Held-out prompts of an evaluation, where there are any."""
 MARKER = "a-queue-of-before"
 DISK_FULL = "disk full"
 NO_SPACE = "No space left on device"
@@ -609,3 +611,16 @@ CELLS: tuple[Cell, ...] = (
 
 WIPED: tuple[Cell, ...] = (Cell("broker wiped", "any time", broker_wiped, True),)
 """Cells of a world in which tasks that give no sign are published again: the only ones that need it."""
+
+EVALUATED: tuple[Cell, ...] = (
+    Cell(
+        "SIGKILL worker", "evaluating, mid-generation", killed_at("worker", Step.WORKER_GENERATING)
+    ),
+    Cell(
+        "SIGKILL learner",
+        "evaluating, an answer acked",
+        killed_at("learner", Step.LEARNER_HEARD, 2 * HELD_OUT // 3),
+    ),
+    Cell("SIGKILL learner", "evaluating, durable", killed_at("learner", Step.LEARNER_DURABLE)),
+)
+"""Cells of a world that evaluates its versions: acks of held-out answers would come between those of commits."""

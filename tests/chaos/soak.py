@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.cells import CELLS, DISK_FULL, WIPED, Cell
+from tests.chaos.cells import CELLS, DISK_FULL, EVALUATED, HELD_OUT, WIPED, Cell
 from tests.chaos.mutants import MUTANTS, Mutant
-from tests.chaos.world import World
+from tests.chaos.world import EVALUATES, World, reward_of
 
 REPEATS = 4
 WIPED_REISSUE_S = 3.0
@@ -169,7 +169,12 @@ def main() -> int:
         if wiped := [cell for cell in WIPED if args.only in str(cell)]:
             world.renew("wiped", WIPED_REISSUE_S)
             tried += run(world, wiped, args)
-    places = {(cell.fault, cell.point): place for place, cell in enumerate((*CELLS, *WIPED))}
+        if evaluated := [cell for cell in EVALUATED if args.only in str(cell)]:
+            world.renew("evaluating", sets=(*EVALUATES, f"eval.prompts={HELD_OUT}"))
+            tried += run(world, evaluated, args)
+            world.books.check_evaluations(HELD_OUT, reward_of)
+    every = enumerate((*CELLS, *WIPED, *EVALUATED))
+    places = {(cell.fault, cell.point): place for place, cell in every}
     found = matrix(sorted(tried, key=lambda row: places[row.fault, row.point]))
     if args.matrix is not None:
         args.matrix.write_text(found + "\n")

@@ -14,10 +14,10 @@ import pytest
 
 from spotgrpo.shared.errors import ConfigError
 from spotgrpo.shared.steps import Step
-from tests.chaos.cells import CELLS, WIPED, Cell
+from tests.chaos.cells import CELLS, EVALUATED, HELD_OUT, WIPED, Cell
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.soak import WIPED_REISSUE_S, end, play
-from tests.chaos.world import World
+from tests.chaos.world import EVALUATES, World, reward_of
 
 pytestmark = pytest.mark.timeout(240)
 SHORT = [cell for cell in CELLS if cell.in_short]
@@ -88,6 +88,17 @@ def test_a_lost_broker_disk_costs_no_task(cell: Cell, world: World) -> None:
     world.wait_for("version 1", lambda: world.version() >= 1)
     play(world, cell, random.Random(0))
     assert end(world) == ([], [])
+
+
+def test_an_evaluation_that_is_killed_counts_every_prompt_once(world: World) -> None:
+    """Its answers are in no books: a learner that takes over asks all again, and finds the same."""
+    world.renew("evaluating", sets=(*EVALUATES, f"eval.prompts={HELD_OUT}"))
+    world.tend()
+    world.wait_for("version 1", lambda: world.version() >= 1)
+    for cell in EVALUATED:
+        play(world, cell, random.Random(str(cell)))
+    assert end(world) == ([], [])
+    assert world.books.check_evaluations(HELD_OUT, reward_of) >= 2
 
 
 def test_every_row_of_the_matrix_is_in_the_short_form() -> None:

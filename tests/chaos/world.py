@@ -15,7 +15,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -32,7 +32,7 @@ from tests.chaos.books import Books
 from tests.chaos.nursery import Nursery
 from tests.tools.faulty_s3 import FaultyS3
 from tests.tools.proxy import Proxy
-from tests.tools.tiny_model import build_tiny_model
+from tests.tools.tiny_model import build_tiny_model, build_tokenizer
 
 Role = Literal["learner", "worker"]
 ROLES: tuple[Role, Role] = ("learner", "worker")
@@ -97,6 +97,8 @@ notices = "none"
 [log]
 stall_warn_s = 5
 """
+EVALUATES = ("eval.every=3", "eval.path=heldout.jsonl")
+"""Makes a run one that evaluates."""
 REWARDS = """
 def letters(completions, **_):
     # Every eighth group is flat, and now and then the function fails.
@@ -105,6 +107,15 @@ def letters(completions, **_):
         raise ValueError("a reward function that fails")
     return [0.0 if total % 8 == 0 else sum(map(ord, text)) / 100 for text in completions]
 """
+
+
+def reward_of(token_ids: Sequence[int]) -> float | None:
+    """What that function gives for a group of one completion; None where it fails."""
+    text = build_tokenizer().decode([*token_ids], skip_special_tokens=True)
+    total = sum(map(ord, text))
+    if total % 16 == 5:
+        return None
+    return 0.0 if total % 8 == 0 else total / 100
 
 
 class Failure(AssertionError):
@@ -226,10 +237,10 @@ class World:
         self._stack.callback(self.store.close)
         self._open_books()
 
-    def renew(self, run: str, reissue_after_s: float) -> None:
+    def renew(self, run: str, reissue_after_s: float = NEVER_S, sets: tuple[str, ...] = ()) -> None:
         """Another run on the same servers, once the one before is finished."""
         assert not self.members
-        self.run, self.reissue_after_s = run, reissue_after_s
+        self.run, self.reissue_after_s, self.sets = run, reissue_after_s, sets
         self.folder = self.base / run
         self.folder.mkdir()
         self.sizes.clear()
@@ -252,6 +263,8 @@ class World:
         (self.folder / "rewards.py").write_text(REWARDS)
         rows = [{"prompt": f"{i} plus {i} is "} for i in range(50)]
         (self.folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        rows = [{"prompt": f"{i} minus {i} is "} for i in range(50)]
+        (self.folder / "heldout.jsonl").write_text("\n".join(map(json.dumps, rows)))
         settings = {
             "run": self.run,
             "base": self.base,

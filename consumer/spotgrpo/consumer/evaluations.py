@@ -276,7 +276,7 @@ class Evaluations(Unevaluated):
     def _say(self, version: PolicyVersion, result: EvalResult, after: Evaluated) -> None:
         """The record, with TRL's names where TRL has them, and a line for people."""
         self._figures = _figures(version, result, after)
-        record = {**self._figures, **_details(result), "eval_runtime": self._clock() - self._began}
+        record = {**self._figures, **_details(version, result), "eval_runtime": self._clock() - self._began}
         self._metrics.write(record, role=ROLE)
         if not result.decides:
             log.warning(
@@ -336,8 +336,9 @@ def _figures(version: PolicyVersion, result: EvalResult, after: Evaluated) -> di
     }
 
 
-def _details(result: EvalResult) -> dict[str, Json]:
+def _details(version: PolicyVersion, result: EvalResult) -> dict[str, Json]:
     return {
+        "eval_epoch": version.epoch,
         "eval_prompts": result.prompts,
         "eval_answered": result.answered,
         "eval_scored": result.scored,

@@ -43,6 +43,8 @@ class Step(StrEnum):
     """The weights are the next version's, and nothing of it is in the bucket."""
     LEARNER_SKIP_RECORDED = "learner.skip_recorded"
     """The batch of a step that was skipped is in the bucket, and its tasks are not settled."""
+    LEARNER_HEARD = "learner.heard"
+    """The answer to a held-out task was given to be acked, and is in this process alone."""
     LEARNER_UPLOADED = "learner.uploaded"
     """A version's files are in the bucket, its manifest is not."""
     LEARNER_MANIFEST_STORED = "learner.manifest_stored"
