@@ -134,6 +134,17 @@ def test_a_role_whose_extra_is_missing_says_how_to_install_it(
     assert "Traceback" not in result.stderr
 
 
+def test_a_replay_of_a_base_install_says_what_it_needs(base_site: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(model="m"))
+    arguments = ["replay", str(path), "v00000001.e0001.1"]
+    result = run("-m", "spotgrpo.cli.main", *arguments, site=base_site)
+    assert result.returncode == 2
+    assert "pip install 'spotgrpo[learner]'" in result.stderr
+    listing = run("-m", "spotgrpo.cli.main", *arguments[:-1], site=base_site)
+    assert listing.returncode == 3, "it needs the bucket alone, which does not answer here"
+
+
 def test_help_and_version_work_in_the_base_install(base_site: Path) -> None:
     assert "learner" in run("-m", "spotgrpo.cli.main", "--help", site=base_site).stdout
     assert run("-m", "spotgrpo.cli.main", "--version", site=base_site).stdout.startswith(
