@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -15,12 +17,16 @@ from spotgrpo.consumer.evaluation import (
     judged,
     result_of,
 )
+from spotgrpo.consumer.evaluations import Evaluations, Places
+from spotgrpo.consumer.held_out import HeldOutIssuer
 from spotgrpo.consumer.limits import TARGET_BATCHES, Limits
 from spotgrpo.shared.config import Config
-from spotgrpo.shared.ids import PolicyVersion, version_on_line
+from spotgrpo.shared.ids import PolicyVersion, held_out_task, version_on_line
 from spotgrpo.shared.manifest import Evaluated, Latest, Serving
-from tests.tools.eval_world import evaluating
-from tests.tools.loop_world import config_of
+from spotgrpo.shared.metrics import MetricsWriter
+from tests.tools.eval_world import eval_answer, evaluating, held_out_of
+from tests.tools.loop_world import Prompts, config_of
+from tests.unit.test_issuer import Outbox
 from tests.unit.test_retention import LATEST
 
 ASKED, OTHER = "a" * 64, "b" * 64
@@ -154,6 +160,31 @@ def test_the_version_of_a_number_is_that_of_the_line() -> None:
     found = [version_on_line(number, takeovers).epoch for number in range(7)]
     assert found == [1, 1, 1, 1, 3, 3, 3]
     assert version_on_line(0, {4: 0}) == PolicyVersion(4, 0)
+
+
+def test_answers_that_came_during_a_long_step_are_no_silence(tmp_path: Path) -> None:
+    """The learner hears nothing while it steps: 100 s here, where 40 s of silence end an evaluation."""
+    config, clock, outbox = evaluating(10, reissue_after_s=10.0), Clock(), Outbox()
+    issuer = HeldOutIssuer(Prompts(), outbox, config, clock)  # type: ignore[arg-type]
+    issuer.held_out = held_out = held_out_of(config)
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as metrics:
+        evaluations = Evaluations(
+            held_out, issuer, Plan(10, 100), Places(2, 8), metrics, None, serving(0),
+            resumed=False, reissue_after_s=10.0, clock=clock,
+        )  # fmt: skip
+        task = held_out.task(held_out_task(PolicyVersion(1, 0), 1), PolicyVersion(1, 0))
+        for step in range(3):
+            evaluations.look(lambda _: None, is_trained=False)
+            assert evaluations.is_busy, step
+            if step == 1:
+                evaluations.answered(task.task_id, eval_answer(task, 1.0))
+            clock.now += 100.0
+        evaluations.look(lambda _: None, is_trained=False)
+        assert not evaluations.is_busy, "nothing was heard for a whole step and more"
+    assert evaluations.evaluated is not None
+    assert {one.message_id for one in outbox.sent} == {
+        str(held_out_task(PolicyVersion(1, 0), prompt)) for prompt in range(3)
+    }
 
 
 # ---- limits -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SILENT: Final = 4
-"""An evaluation ends with what it has so many ``train.reissue_after_s`` after the last sign of it."""
+"""An evaluation ends with what it has so many ``train.reissue_after_s`` after the last sign of it.
+
+By the look before the present one: what came since, during a step that may take longer than all that, is not heard yet.
+"""
 ROLE: Final = "eval"
 """Of its records in ``metrics.jsonl``."""
 
@@ -141,7 +144,7 @@ class Evaluations(Unevaluated):
         self._lock = threading.Lock()
         self._pending, self._awaited = pending, -1
         self._current: Evaluation | None = None
-        self._began = self._sign = 0.0
+        self._began = self._sign = self._looked = 0.0
         self._figures: dict[str, Json] = {}
         self._skipped = 0
 
@@ -207,7 +210,8 @@ class Evaluations(Unevaluated):
         self._issuer.publish(asked, again=self._resumed)
         missing = [(self._task(current, prompt), number) for prompt in current.asked]
         self._issuer.reissue(missing, depth)
-        is_silent = self._clock() - self._sign >= SILENT * self._reissue_after_s
+        is_silent = self._looked - self._sign >= SILENT * self._reissue_after_s
+        self._looked = self._clock()
         if current.is_over or is_silent:
             self._end(current)
 
@@ -276,7 +280,11 @@ class Evaluations(Unevaluated):
     def _say(self, version: PolicyVersion, result: EvalResult, after: Evaluated) -> None:
         """The record, with TRL's names where TRL has them, and a line for people."""
         self._figures = _figures(version, result, after)
-        record = {**self._figures, **_details(version, result), "eval_runtime": self._clock() - self._began}
+        record = {
+            **self._figures,
+            **_details(version, result),
+            "eval_runtime": self._clock() - self._began,
+        }
         self._metrics.write(record, role=ROLE)
         if not result.decides:
             log.warning(
