@@ -337,6 +337,15 @@ async def test_scoring_does_not_wait_for_a_sequence_to_end_where_all_places_are_
     assert all(into.finish for into in heard)
 
 
+async def test_more_prompt_tokens_than_a_step_takes_end_no_engine(
+    engine: Engine, reference: Reference, tolerance: float
+) -> None:
+    """vLLM splits prompts between steps then, and on a CPU dies of a request with a seed that it split."""
+    asked = [request(f"{number} {'Say it again. ' * 34}", seed=number) for number in range(6)]
+    for each, got in zip(asked, await answers(engine, asked), strict=True):
+        assert reference.error(each, got) < tolerance
+
+
 # ---- randomness ------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ FLAGS: Final = (
     "--max-loras=5",
     "--max-lora-rank=8",
     "--block-size=32",
+    "--no-enable-chunked-prefill",
     "--kv-cache-memory-bytes=67108864",
     "--disable-uvicorn-access-log",
     "--distributed-executor-backend=uni",

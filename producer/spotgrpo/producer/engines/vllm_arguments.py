@@ -48,6 +48,9 @@ says, and nobody would see it."""
 CPU_BLOCK_SIZE: Final = 32
 """The smallest that its attention takes. With its default of 128, a group's prompt is cached only from
 128 tokens on, and computed once a rollout below."""
+CPU_STEP_TOKENS: Final = 2048
+"""Tokens of a step on a CPU, at least. Prompts are not split between steps there: vLLM 0.32 dies of a request with a
+seed that is ("CPU Generator does not use offset"), and all of ours have one."""
 CPU_TOKENS_PER_SEQUENCE: Final = 256
 """KV cache kept for each sequence in flight on a CPU, where vLLM would take a share of all memory."""
 
@@ -101,6 +104,10 @@ def engine_arguments(spec: EngineSpec, base: BaseModel) -> dict[str, Any]:
         arguments |= {
             "enforce_eager": True,
             "block_size": CPU_BLOCK_SIZE,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(
+                CPU_STEP_TOKENS, base.max_context + spec.max_inflight + PROBES
+            ),
             "kv_cache_memory_bytes": _kv_cache_bytes(spec, base),
         }
     return arguments | dict(spec.vllm)
