@@ -62,9 +62,9 @@ class Scene:
     group_s: float = 0.8
     shares: bool = False
     shortest: float = 1.0
-    alone_s: float = 20.0
-    fleet_s: float = 240.0
-    slow_s: float = 60.0
+    alone_s: float = 15.0
+    fleet_s: float = 120.0
+    slow_s: float = 25.0
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -86,6 +86,7 @@ SCENES = (
     Scene("shared engines", shares=True),
     Scene("one 3 times slower", slower=3.0),
     Scene("one and one slow", fast=1),
+    Scene("all alike, more places than tasks", slower=1.0, at_a_time=8, group_s=3.2, shortest=0.5),
 )
 QUICK = (Scene("one 10 times slower", group_s=0.6, alone_s=6.0, fleet_s=25.0, slow_s=19.0),)
 
@@ -153,6 +154,12 @@ class Fleet:
             raise Failure(f"{len(times)} groups are too few to tell a rate from")
         return (len(times) - first) / (times[-1] - times[0])
 
+    def is_countable(self, since: float, seconds: float) -> bool:
+        """Whether the slow worker has ended groups again and again in the time ``since``, at least ``seconds``."""
+        times = [at for at, name, _ in self.confirmed() if name == "slow" and at >= since]
+        enough = len(times) >= 3 * self.scene.at_a_time
+        return enough and time.time() >= since + seconds
+
 
 @dataclass
 class Part:
@@ -163,16 +170,21 @@ class Part:
     versions: tuple[int, int]
 
 
-def watch(world: World, seconds: float, until: Callable[[], bool] = lambda: True) -> Part:
-    """From one commit to another, ``seconds`` later at least, and ``until`` it is so."""
+def watch(world: World, seconds: float) -> Part:
+    """From one commit to another, ``seconds`` later at least."""
     start, first = _next_commit(world)
-    while time.time() < start + seconds or not until():
+    _look_on(world, lambda: time.time() >= start + seconds)
+    end, last = _next_commit(world)
+    return Part(start, end, (first, last))
+
+
+def _look_on(world: World, until: Callable[[], bool]) -> None:
+    """Nobody ends meanwhile."""
+    while not until():
         for member in world.members:
             if world.nursery.exit_code(member.pid) is not None:
                 raise Failure(f"{member.log.name} ended\n{world.tail(member.log)}")
         time.sleep(LOOK_S)
-    end, last = _next_commit(world)
-    return Part(start, end, (first, last))
 
 
 def _next_commit(world: World) -> tuple[float, int]:
@@ -202,20 +214,15 @@ def run_scene(world: World, scene: Scene) -> dict[str, Any]:
     busy_pct = psutil.cpu_percent()
     fleet.stop(fast)
     left_at = time.time()
-    slow = watch(world, scene.slow_s, lambda: _is_countable(fleet, left_at))
+    _look_on(world, lambda: fleet.is_countable(left_at, scene.slow_s))
+    rates = (fleet.rate(alone.start, alone.end), fleet.rate(left_at, time.time()))
+    fleet.add("the last")
     world.finish(steps=MAX_STALENESS + 1)
     world.books.check()
     if lost := world.books.lost() + world.books.unsettled() + world.books.duplicated():
         raise Failure(f"the books do not balance: {lost}")
-    rates = (fleet.rate(alone.start, alone.end), fleet.rate(left_at, slow.end))
     whole = Part(begun, together.end, (first, together.versions[1]))
     return result_of(fleet, whole, together, rates) | {"machine_busy_pct": busy_pct}
-
-
-def _is_countable(fleet: Fleet, since: float) -> bool:
-    """Whether the slow worker has ended groups at two times."""
-    times = [at for at, name, _ in fleet.confirmed() if name == "slow" and at >= since]
-    return len(times) > fleet.scene.at_a_time and times[-1] > times[0] + fleet.scene.group_s
 
 
 def result_of(

@@ -47,8 +47,8 @@ def test_one_long_wait_does_not_change_what_workers_forecast_by() -> None:
     lately = Lately()
     assert (lately.step_s, lately.group_tokens) == (0.0, 0.0)
     for seconds in (300.0, 2.0, 4.0, 3.0):
-        lately.stepped(seconds, [group(10, 20), group(5, 30)])
-    assert (lately.step_s, lately.group_tokens) == (3.0, 25.0)
+        lately.stepped(seconds, seconds / 2, [group(10, 20), group(5, 30)])
+    assert (lately.step_s, lately.train_s, lately.group_tokens) == (3.0, 1.5, 25.0)
 
 
 def test_a_flat_groups_share_is_that_of_the_batch() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spotgrpo.producer.admission import MOST_TRUST, TRY_EVERY, Admission, Running
+from spotgrpo.producer.admission import TRY_EVERY, Admission, Running
 from spotgrpo.producer.forecast import MEMORY, Pace, Speed, Timing
 
 GROUP, MOST = 8, 4
@@ -29,6 +29,7 @@ def speed(*timings: tuple[float, float], tokens: int = 100, rest_s: float = 0.0)
         (Pace(newest=7, age_s=0.0, step_s=10.0), 25.0, 7, 2.5),
         (Pace(newest=7, age_s=5.0, step_s=10.0), 25.0, 7, 3.0),
         (Pace(newest=7, age_s=5.0, step_s=10.0), 25.0, 5, 5.0),  # two versions behind
+        (Pace(newest=7, age_s=5.0, step_s=10.0, lead_s=4.0), 25.0, 7, 3.4),
         (Pace(newest=7, age_s=50.0, step_s=10.0), 25.0, 7, 1.5),  # the next one is overdue
     ],
 )
@@ -79,32 +80,46 @@ def admission(token_s: float, load: float = GROUP * MOST, max_staleness: int = 2
 PACE = Pace(newest=9, age_s=0.0, step_s=10.0)
 
 
+def begun(gate: Admission, pace: Pace = PACE) -> Admission:
+    """After a group began."""
+    gate.began(pace, pace.newest)
+    gate.look(pace, pace.newest, 0)
+    return gate
+
+
 def test_a_worker_that_keeps_up_is_sent_as_many_as_it_has_places_for() -> None:
     gate = admission(0.25)  # 25 s: 2.5 versions
-    gate.look(PACE, 9, 0)
+    begun(gate)
     assert not gate.asks
 
 
-@pytest.mark.parametrize(("token_s", "width"), [(0.4, 3), (1.2, 1), (4.0, 0)])
+@pytest.mark.parametrize(("token_s", "width"), [(0.38, 3), (1.0, 1), (4.0, 0)])
 def test_a_slower_one_takes_fewer_at_a_time_or_none(token_s: float, width: int) -> None:
-    """At 0.4 s a token, 40 s a group of four at a time; three at a time may be done in 30 s."""
+    """At 0.38 s a token, 38 s a group of four at a time; three at a time may be done in 29 s."""
     gate = admission(token_s)
-    gate.look(PACE, 9, 0)
+    begun(gate)
     assert (gate.asks, gate.width) == (True, width)
 
 
 def test_it_begins_nothing_late_in_a_version_that_it_could_early_in_it() -> None:
     gate = admission(0.36)
-    gate.look(PACE, 9, 0)
+    begun(gate)
     assert gate.width == 3
     gate.look(replace(PACE, age_s=9.0), 9, 0)
     assert gate.width == 2
 
 
+def test_moments_at_which_none_begins_do_not_count() -> None:
+    """Where more workers wait for tasks than there are tasks, all begin with a version."""
+    gate = begun(admission(0.3))
+    gate.look(replace(PACE, age_s=9.0), 9, 0)
+    assert not gate.asks
+
+
 def test_before_anything_is_known_all_is_taken() -> None:
     fresh, known = Admission(2, GROUP, MOST), admission(9.0)
-    fresh.look(PACE, 9, 0)
-    known.look(replace(PACE, step_s=0.0), 9, 0)  # no step yet
+    begun(fresh)
+    begun(known, replace(PACE, step_s=0.0))  # no step yet
     assert not fresh.asks
     assert not known.asks
 
@@ -115,14 +130,14 @@ def test_a_slow_worker_that_is_left_alone_works(max_staleness: int) -> None:
     gate = admission(30.0, max_staleness=max_staleness)
     for _ in range(9):
         gate.ended(lag=99)
-    gate.look(PACE, 9, 0)
+    begun(gate)
     assert gate.width == 0
     gate.look(replace(PACE, age_s=20_000.0), 9, 0)
     assert not gate.asks or gate.width >= 1
 
 
 def test_one_that_takes_none_tries_one_now_and_then_in_case_it_became_faster() -> None:
-    gate = admission(5.0)
+    gate = begun(admission(5.0))
     for newest in range(9, 9 + TRY_EVERY):
         gate.look(replace(PACE, newest=newest), newest, 0)
         assert gate.width == 0
@@ -135,14 +150,16 @@ def test_one_that_takes_none_tries_one_now_and_then_in_case_it_became_faster() -
 
 def test_a_forecast_is_trusted_less_after_a_group_that_was_late() -> None:
     gate = admission(0.3)  # 3 versions: only with some trust
-    gate.look(PACE, 9, 0)
+    begun(gate)
     assert not gate.asks
     gate.ended(lag=3)
-    gate.look(PACE, 9, 0)
+    begun(gate)
     assert gate.asks
     for _ in range(20):
         gate.ended(lag=2)
-    assert gate.limit == 3 + MOST_TRUST
+    gate.asks = False
+    begun(gate)
+    assert not gate.asks
 
 
 @pytest.mark.parametrize(
@@ -169,5 +186,5 @@ def test_what_it_gave_back_tells_a_new_worker_how_slow_it_is() -> None:
     gate = Admission(2, GROUP, MOST)
     gate.speed.tokens_before = 100.0
     gate.gave_back(Running(oldest=9, tokens=5, token_s=3.0, load=32.0))
-    gate.look(PACE, 9, 0)
+    begun(gate)
     assert (gate.asks, gate.width) == (True, 0)

@@ -36,7 +36,7 @@ from spotgrpo.shared.steps import Step, reached
 
 log = logging.getLogger(__name__)
 
-SAID: Final = ("step_s", "group_tokens", "wall_s", "evaluated")
+SAID: Final = ("step_s", "group_tokens", "lead_s", "wall_s", "evaluated")
 """What ``latest.json`` says of the run at every move, beside versions."""
 CLOSE_S = 5.0
 """How long ``close`` waits for a transfer that is on its way; the thread is a daemon."""
@@ -71,6 +71,7 @@ class Commit:
     state: Callable[[], bytes] | None
     step_s: float = 0.0
     group_tokens: float = 0.0
+    lead_s: float = 0.0
     wall_s: float = 0.0
     evaluated: Evaluated | None = None
     ended: str = ""
@@ -164,6 +165,9 @@ class Committer:
 
     ``submit`` waits while one is in flight, so a learner that cannot commit stops one version ahead. An error
     (``Fenced``, an integrity fault) ends the thread and comes out of the next ``submit`` or ``check``.
+
+    Attributes:
+        serving_s: seconds that the last new version took until it was served.
     """
 
     def __init__(
@@ -181,6 +185,7 @@ class Committer:
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
+        self.serving_s = 0.0
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
         self._thread.start()
 
@@ -232,12 +237,13 @@ class Committer:
                 self._idle.set()
 
     def _perform(self, commit: Commit) -> None:
-        said = {name: getattr(commit, name) for name in SAID}
+        said, began = {name: getattr(commit, name) for name in SAID}, time.monotonic()
         stored = self._writer.store_version(commit.new) if commit.new else None
         if stored:
             reached(Step.LEARNER_MANIFEST_STORED)
             self._move(serving=stored.serving(), **said)
             reached(Step.LEARNER_SERVING)
+            self.serving_s = time.monotonic() - began
             self._on_serving(stored.serving())
         if commit.ledger is None:
             return

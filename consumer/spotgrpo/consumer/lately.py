@@ -20,17 +20,24 @@ class Lately:
     """Medians over the last steps; 0 before the first."""
 
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _trains_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=GROUPS))
 
-    def stepped(self, seconds: float, groups: Sequence[Group]) -> None:
-        """A step on ``groups`` ended, ``seconds`` after the one before."""
-        self._steps_s.append(seconds)
+    def stepped(self, whole_s: float, train_s: float, groups: Sequence[Group]) -> None:
+        """A step on ``groups`` ended, ``whole_s`` after the one before, and ``train_s`` after they were chosen."""
+        self._steps_s.append(whole_s)
+        self._trains_s.append(train_s)
         self._tokens.extend(longest_of(group) for group in groups)
 
     @property
     def step_s(self) -> float:
         """Seconds from one step to the next."""
         return median(self._steps_s) if self._steps_s else 0.0
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of a step without its waits."""
+        return median(self._trains_s) if self._trains_s else 0.0
 
     @property
     def group_tokens(self) -> float:

@@ -388,6 +388,7 @@ class TrainingLoop:
                 commit,
                 step_s=lately.step_s,
                 group_tokens=lately.group_tokens,
+                lead_s=lately.train_s + self.committer.serving_s,
                 wall_s=self.limits.wall_s,
                 evaluated=self.evaluations.evaluated,
             )

@@ -218,7 +218,7 @@ class Progress:
         """A batch made ``version``, or left it: flat as a whole (``stats`` is None), or a step that was skipped."""
         now = self.clock()
         whole = now - self._last_sign
-        self.lately.stepped(whole, groups)
+        self.lately.stepped(whole, seconds, groups)
         self._last_sign, self._version = now, version
         if stats is not None and stats.over_budget:
             log.warning(

@@ -1,7 +1,7 @@
 """How many tasks a worker takes: none that it could not finish while the learner would still train them.
 
-It is sent tasks for as long as it keeps up. Once it does not, it asks for them one by one, as many at a time as it
-can finish within ``max_staleness`` (fewer at a time are each done sooner), and leaves the others to faster workers.
+It is sent tasks for as long as none begins too late. Once one does, it asks for them one by one, as many at a time as
+it can finish within ``max_staleness`` (fewer at a time are each done sooner), and leaves the others to faster workers.
 Whatever no other takes makes the next version late, so that the forecast lets it in: a slow worker alone works.
 A group that was begun before this was known goes back early, while it is cheap. Pure: no clock, no queue.
 """
@@ -17,8 +17,8 @@ from spotgrpo.producer.forecast import Pace, Speed, Timing
 MOST_TRUST: Final = 0.5
 TRUST_GAINED: Final = 0.05
 TRUST_LOST: Final = 0.5
-"""Versions by which a forecast may be over the limit: workers that all are as slow hold each other's versions up, so
-that none is late. Lost where one is late all the same."""
+"""Versions by which a forecast may be over the limit while a worker is sent tasks: workers that all are as slow hold
+each other's versions up, so that none is late. Lost where one is late all the same."""
 LEAST_ROOM: Final = 0.25
 """Versions that a group may take at least, or an overdue one would never let anybody in."""
 TRY_EVERY: Final = 32
@@ -65,15 +65,21 @@ class Admission:
     def __init__(self, max_staleness: int, group_size: int, most: int) -> None:
         self._max_staleness, self._group_size, self._most = max_staleness, group_size, most
         self._trust = MOST_TRUST
-        self._taken_at = 0
+        self._taken_at, self._begins_late = 0, False
         self.speed = Speed()
         self.asks = False
         self.width = most
 
     @property
     def limit(self) -> float:
-        """Versions, from that of its first token on, within which a group must have come to the learner."""
-        return max(self._max_staleness + 1.0 + self._trust, 1.0 + LEAST_ROOM)
+        """Lag and fractions below which a group is in time."""
+        return max(self._max_staleness + 1.0 + min(0.0, self._trust), 1.0 + LEAST_ROOM)
+
+    def began(self, pace: Pace, served: int) -> None:
+        """A group begins on version number ``served``, among as many sequences as were there lately."""
+        if pace.is_known and self.speed.is_known:
+            lag = pace.lag_after(self.speed.group_s(self.speed.load), served)
+            self._begins_late = lag >= self.limit + max(0.0, self._trust)
 
     def look(self, pace: Pace, served: int, tasks: int) -> None:
         """Judge anew; a group would begin on version number ``served``, beside ``tasks`` in hand."""
@@ -81,7 +87,7 @@ class Admission:
             self.asks, self.width = False, self._most
             return
         if not self.asks:
-            self.asks = not self._is_in_time(pace, served, self.speed.load)
+            self.asks, self._begins_late = self._begins_late, False
             self._taken_at = pace.newest
         else:
             self.asks = not self._keeps_up_again(pace, served, tasks)
@@ -102,12 +108,9 @@ class Admission:
         fitting = (
             groups
             for groups in range(self._most, 0, -1)
-            if self._is_in_time(pace, served, groups * self._group_size)
+            if pace.lag_after(self.speed.group_s(groups * self._group_size), served) < self.limit
         )
         return next(fitting, 0)
-
-    def _is_in_time(self, pace: Pace, served: int, load: float) -> bool:
-        return pace.lag_after(self.speed.group_s(load), served) < self.limit
 
     def is_hopeless(self, group: Running, pace: Pace) -> bool:
         """Whether a group should go back to the queue now: it is far from done, and would be far too late.
@@ -123,6 +126,7 @@ class Admission:
     def gave_back(self, group: Running) -> None:
         """A hopeless group is in the queue again."""
         self.speed.note(Timing(group.load, group.token_s))
+        self._begins_late = True
 
     def ended(self, lag: int) -> None:
         """A group is out, ``lag`` versions after its oldest token as far as this worker knows."""

@@ -29,11 +29,13 @@ class Pace:
         newest: number of the newest version that is known.
         age_s: seconds since it was first seen.
         step_s: seconds of a step, as the learner says; 0 before it knows.
+        lead_s: seconds from when a step's groups are chosen until its version can be seen, as the learner says.
     """
 
     newest: int
     age_s: float
     step_s: float
+    lead_s: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -45,8 +47,11 @@ class Pace:
         return max(self.step_s, self.age_s)
 
     def lag_after(self, seconds: float, oldest: int) -> float:
-        """Lag, in versions and their fractions, of a group of version ``oldest`` that ends in ``seconds``."""
-        return self.newest - oldest + (self.age_s + seconds) / self.version_s
+        """Steps whose groups are chosen from when those of version ``oldest`` were until ``seconds`` from now.
+
+        The group is for the next one, so that its lag is the whole number in it.
+        """
+        return self.newest - oldest + (self.lead_s + self.age_s + seconds) / self.version_s
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,8 @@ class Gate:
     def began(self, job: Job) -> None:
         """The sampling of a group begins."""
         job.began, job.busy_s = time.monotonic(), self._room.busy_s
+        if self._policy.current is not None and job.task.kind == "train":
+            self._admission.began(self._policy.pace, self._policy.current.version.number)
 
     def sampled(self, job: Job) -> None:
         """All of its completions are there."""

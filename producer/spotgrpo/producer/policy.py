@@ -136,7 +136,7 @@ class PolicyWatcher:
         self._finished_grace_s = finished_grace_s
         self._says_finished = self._was_unfinished = False
         self._started = self._newest_at = time.monotonic()
-        self._newest, self._step_s, self.group_tokens = 0, 0.0, 0.0
+        self._newest, self._step_s, self._lead_s, self.group_tokens = 0, 0.0, 0.0, 0.0
         self.current: Adopted | None = None
         self.finished = asyncio.Event()
         self.counts = Adoptions()
@@ -218,13 +218,14 @@ class PolicyWatcher:
         """For forecasts: which version is the newest, since when, and how long a step takes."""
         if latest.serving.version != self._newest:
             self._newest, self._newest_at = latest.serving.version, time.monotonic()
-        self._step_s, self.group_tokens = latest.step_s, latest.group_tokens
+        self._step_s, self._lead_s = latest.step_s, latest.lead_s
+        self.group_tokens = latest.group_tokens
 
     @property
     def pace(self) -> Pace:
         """How fast versions come, as far as this worker knows now."""
         age_s = time.monotonic() - self._newest_at
-        return Pace(newest=self._newest, age_s=age_s, step_s=self._step_s)
+        return Pace(newest=self._newest, age_s=age_s, step_s=self._step_s, lead_s=self._lead_s)
 
     def _judge_finished(self) -> None:
         """Let a worker that came before the learner of a resumed run see that run go on, not leave at once."""
