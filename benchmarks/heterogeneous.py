@@ -86,7 +86,7 @@ SCENES = (
     Scene("shared engines", shares=True),
     Scene("one 3 times slower", slower=3.0),
     Scene("one and one slow", fast=1),
-    Scene("all alike, more places than tasks", slower=1.0, at_a_time=8, group_s=3.2, shortest=0.5),
+    Scene("all alike with more places than tasks", slower=1.0, at_a_time=8, group_s=3.2, shortest=0.5),
 )
 QUICK = (Scene("one 10 times slower", group_s=0.6, alone_s=6.0, fleet_s=25.0, slow_s=19.0),)
 

@@ -19,6 +19,8 @@ TRUST_GAINED: Final = 0.05
 TRUST_LOST: Final = 0.5
 """Versions by which a forecast may be over the limit while a worker is sent tasks: workers that all are as slow hold
 each other's versions up, so that none is late. Lost where one is late all the same."""
+MARGIN: Final = 0.25
+"""Versions by which a forecast must be under the limit for a worker that asks: it is known to be a slow one."""
 LEAST_ROOM: Final = 0.25
 """Versions that a group may take at least, or an overdue one would never let anybody in."""
 TRY_EVERY: Final = 32
@@ -72,14 +74,15 @@ class Admission:
 
     @property
     def limit(self) -> float:
-        """Lag and fractions below which a group is in time."""
-        return max(self._max_staleness + 1.0 + min(0.0, self._trust), 1.0 + LEAST_ROOM)
+        """Lag and fractions below which a group that is asked for is in time."""
+        wanted = self._max_staleness + 1.0 - MARGIN + min(0.0, self._trust)
+        return max(wanted, 1.0 + LEAST_ROOM)
 
     def began(self, pace: Pace, served: int) -> None:
         """A group begins on version number ``served``, among as many sequences as were there lately."""
         if pace.is_known and self.speed.is_known:
             lag = pace.lag_after(self.speed.group_s(self.speed.load), served)
-            self._begins_late = lag >= self.limit + max(0.0, self._trust)
+            self._begins_late = lag >= self._max_staleness + 1.0 + self._trust
 
     def look(self, pace: Pace, served: int, tasks: int) -> None:
         """Judge anew; a group would begin on version number ``served``, beside ``tasks`` in hand."""
