@@ -19,6 +19,7 @@ from safetensors.torch import load  # noqa: E402
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM  # noqa: E402
 
 from spotgrpo.consumer import head as heads  # noqa: E402
+from spotgrpo.consumer.model import load_base  # noqa: E402
 from spotgrpo.consumer.trainer import PROBE_TOKENS, Trainer  # noqa: E402
 from spotgrpo.shared.config import LoraConfig, ModelConfig, TrainConfig  # noqa: E402
 from spotgrpo.shared.errors import ConfigError, IntegrityError  # noqa: E402
@@ -527,3 +528,59 @@ def test_the_fused_adapter_layers_are_those_of_peft(
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
     for mine, other in zip(fused.logprobs(groups[0]), plain.logprobs(groups[0]), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-4)
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_everything_else(tiny: Path) -> None:
+    exact, fast = make(tiny), make(tiny, autocast=True)
+    assert (exact.dtype, fast.dtype, fast.probe().dtype) == ("float32", "bfloat16", "bfloat16")
+    groups = [group(index) for index in range(3)]
+    ours, theirs = fast.step(groups), exact.step(groups)
+    assert ours.grad_norm != theirs.grad_norm
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=0.1)
+    pairs = zip(fast.logprobs(groups[0]), exact.logprobs(groups[0]), strict=True)
+    apart = [float(np.abs(mine - other).max()) for mine, other in pairs]
+    assert 0 < max(apart) < 0.3
+    stored = load(fast.adapter_files()["adapter_model.safetensors"])
+    assert {str(tensor.dtype) for tensor in stored.values()} == {"torch.float32"}
+
+
+def test_layers_are_compiled_one_by_one_where_that_is_asked_for(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch makes of them is torch's affair, and takes a minute."""
+    compiled: list[str] = []
+
+    def compile_(self: Any, **options: Any) -> None:
+        assert options["dynamic"], "the number of tokens differs between micro-batches"
+        compiled.append(type(self).__name__)
+
+    monkeypatch.setattr("spotgrpo.consumer.model.leave_uncompiled", lambda: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_)
+    make(tiny)
+    assert not compiled
+    make(tiny, compile=True)
+    assert compiled == ["LlamaDecoderLayer"] * 2
+
+
+def test_what_cannot_be_compiled_is_said_before_a_run(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr("spotgrpo.consumer.model.leave_uncompiled", lambda: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", refuse)
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler") as caught:
+        make(tiny, compile=True)
+    assert caught.value.key == "train.compile"
+
+
+@pytest.mark.parametrize(("device", "remedy"), [("cpu", "needs a GPU"), ("cuda", "pip install")])
+def test_a_base_in_four_bits_needs_a_gpu_and_its_library(
+    tiny: Path, device: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    config = ModelConfig(name=str(tiny))
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        load_base(config, torch.device(device), "nf4")
+    assert caught.value.key == "train.quantize"

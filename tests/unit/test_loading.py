@@ -319,6 +319,13 @@ def test_a_shown_url_keeps_user_host_and_virtual_host(url: str, shown: str) -> N
     assert redact_url(url) == server_redact(url) == shown
 
 
+def test_autocast_is_for_a_model_in_float32(toml: Path) -> None:
+    assert load_config(toml, ["train.autocast=true"], environ={}).train.autocast
+    message = refusal(toml, "train.autocast=true", "model.dtype=bfloat16")
+    assert "train.autocast" in message
+    assert "model.dtype is bfloat16" in message
+
+
 def test_the_readme_lists_every_option_as_it_is() -> None:
     text = README.read_text(encoding="utf-8")
     if "<!-- options -->" not in text:

@@ -291,7 +291,7 @@ class Learner:
         config = self._w.config
         return MismatchWatch(
             config.train.mismatch_alarm,
-            config.model.dtype,
+            "bfloat16" if config.train.autocast or config.train.quantize else config.model.dtype,
             quarantines=config.train.quarantine,
             recompute=self._w.trainer.logprobs,
         )

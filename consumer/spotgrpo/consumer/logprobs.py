@@ -58,10 +58,12 @@ def batch_scores(
     *,
     heed_mask: bool = True,
     entropy_gradient: bool = False,
+    autocast: bool = False,
 ) -> TokenScores:
     """Scores of every completion token of ``batch``, in its order, at ``temperature``.
 
-    ``heed_mask`` False attends as a model would that ignores the mask of a tree.
+    ``heed_mask`` False attends as a model would that ignores the mask of a tree; ``autocast`` computes hidden states,
+    not logits, in bfloat16 where torch thinks that it can.
     """
     head = output_head(model)
     if head is None:
@@ -71,12 +73,13 @@ def batch_scores(
         torch.from_numpy(array).to(device)
         for array in (batch.input_ids_BT, batch.position_ids_BT, batch.source_N, batch.target_N)
     )
-    output = model.base_model(
-        input_ids=ids,
-        position_ids=positions,
-        use_cache=False,
-        **_attention(model, batch, heed_mask=heed_mask),
-    )
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        output = model.base_model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=False,
+            **_attention(model, batch, heed_mask=heed_mask),
+        )
     order = torch.argsort(source_N, stable=True)
     rows, row_N = torch.unique_consecutive(source_N[order], return_inverse=True)
     found = sampled_logprobs(

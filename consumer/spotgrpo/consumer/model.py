@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from spotgrpo.consumer.tree_attention import leave_uncompiled
 from spotgrpo.shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +35,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_base(config: ModelConfig, device: torch.device) -> PreTrainedModel:
+def load_base(
+    config: ModelConfig, device: torch.device, quantize: str | None = None
+) -> PreTrainedModel:
     """The frozen base model on ``device`` in ``config.dtype``, in evaluation mode (no dropout).
+
+    ``quantize`` "nf4" holds its linear layers in 4 bits, QLoRA (arXiv:2305.14314) §3, and computes in ``config.dtype``.
 
     Raises:
         ConfigError: no such model, not a causal language model, or it needs code that the config does not allow.
@@ -43,11 +49,9 @@ def load_base(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    options = (
-        {}
-        if config.attn_implementation is None
-        else {"attn_implementation": config.attn_implementation}
-    )
+    options: dict[str, Any] = {} if quantize is None else _in_four_bits(quantize, config, device)
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.name,
@@ -58,10 +62,28 @@ def load_base(config: ModelConfig, device: torch.device) -> PreTrainedModel:
         )
     except (OSError, ValueError, ImportError, KeyError) as exc:
         raise ConfigError(
-            "model.name", config.name, f"{_first_line(exc)}; {_remedy(config)}"
+            "model.name", config.name, f"{first_line(exc)}; {_remedy(config)}"
         ) from exc
     model.requires_grad_(False)
-    return model.eval().to(device)
+    return model.eval() if quantize is not None else model.eval().to(device)
+
+
+def _in_four_bits(quantize: str, config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """What ``from_pretrained`` needs for it; it puts such a model on its device itself."""
+    if device.type != "cuda":
+        raise ConfigError("train.quantize", quantize, f"needs a GPU, and train.device is {device}")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        remedy = "bitsandbytes is not installed: pip install 'spotgrpo[qlora]', or leave it out"
+        raise ConfigError("train.quantize", quantize, remedy)
+    from transformers import BitsAndBytesConfig
+
+    form = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, config.dtype),
+    )
+    return {"quantization_config": form, "device_map": {"": device}}
 
 
 def max_context(model: PreTrainedModel, config: ModelConfig) -> int:
@@ -108,7 +130,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel
             torch.manual_seed(seed)
             adapted = peft.get_peft_model(model, lora, adapter_name=ADAPTER)
     except ValueError as exc:
-        remedy = f"{_first_line(exc)}; this model has {present}"
+        remedy = f"{first_line(exc)}; this model has {present}"
         raise ConfigError("lora.target_modules", config.target_modules, remedy) from exc
     others = sorted(_adapted_parameters(adapted))
     if others:
@@ -154,6 +176,19 @@ def checkpoint_gradients(model: PreTrainedModel) -> None:
             module.training = True  # this module alone: train() would switch on dropout below it
 
 
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each layer on its own, for any number of tokens; attention over trees stays as it is.
+
+    A layer at a time, since all of them are compiled as one, and since only they have what compiling makes faster.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    leave_uncompiled()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)
+
+
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     from transformers.pytorch_utils import Conv1D
 
@@ -195,7 +230,8 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
             raise ConfigError("lora.target_modules", config.target_modules, remedy)
 
 
-def _first_line(exc: BaseException) -> str:
+def first_line(exc: BaseException) -> str:
+    """What to say of an exception of a library."""
     lines = str(exc).strip().splitlines()
     return lines[0][:300] if lines else type(exc).__name__
 

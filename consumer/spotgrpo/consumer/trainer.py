@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from spotgrpo.consumer.breakdown import Moments
 from spotgrpo.consumer.fit import Fit, StepFits
-from spotgrpo.consumer.logprobs import Layout, batch_scores, head_is_faithful, layout_of, per_sample
+from spotgrpo.consumer.logprobs import (
+    Layout,
+    TokenScores,
+    batch_scores,
+    head_is_faithful,
+    layout_of,
+    per_sample,
+)
 from spotgrpo.consumer.lora import fuse_lora
 from spotgrpo.consumer.losses.composed import LossSums, Terms, loss_of, token_terms
 from spotgrpo.consumer.losses.gather import gather, step_second_moment_limit
@@ -34,6 +41,8 @@ from spotgrpo.consumer.model import (
     adapter_config,
     add_lora,
     checkpoint_gradients,
+    compile_layers,
+    first_line,
     load_base,
     max_context,
     resolve_device,
@@ -167,13 +176,16 @@ class Trainer:
         self._config = train_config
         self._temperature = temperature
         self._objective = objective or Objective()
-        self._base = load_base(model_config, resolve_device(train_config.device))
+        device = resolve_device(train_config.device)
+        self._base = load_base(model_config, device, train_config.quantize)
         self.max_context = max_context(self._base, model_config)
         self._layout = self._try_the_model(model_config.name)
         self._adapted = add_lora(self._base, lora_config, seed)
         fuse_lora(self._adapted, ADAPTER)
         if train_config.gradient_checkpointing:
             checkpoint_gradients(self._base)
+        if train_config.compile:
+            self._compile()
         self._adapter_config = adapter_config(self._adapted, model_config.name)
         self._parameters = {n: p for n, p in self._adapted.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
@@ -201,7 +213,9 @@ class Trainer:
 
     @property
     def dtype(self) -> str:
-        """What the base computes in: float32, bfloat16 or float16."""
+        """What hidden states are computed in: float32, bfloat16 or float16."""
+        if self._config.autocast:
+            return "bfloat16"
         return str(self._base.dtype).removeprefix("torch.")
 
     @property
@@ -353,6 +367,15 @@ class Trainer:
             )
         return layout
 
+    def _compile(self) -> None:
+        """Raises ConfigError where compiling fails: it is tried here, and not in the first step."""
+        try:
+            compile_layers(self._base)
+            self._score([_whole(0, FIRST_PROBE_IDS)], 1.0)
+        except Exception as exc:
+            remedy = f"torch cannot compile this model here ({first_line(exc)}): leave it out"
+            raise ConfigError("train.compile", True, remedy) from exc
+
     def _pack(self, samples: Sequence[Sample], *, apart: bool = False) -> Packed:
         layout: Layout = "rows" if apart else self._layout
         width: int = self._base.config.get_text_config().hidden_size
@@ -364,7 +387,7 @@ class Trainer:
         found: dict[int, Float32Array] = {}
         with torch.no_grad():
             for batch in self._pack(samples).batches:
-                found |= per_sample(batch, batch_scores(self._base, batch, temperature).logprobs_N)
+                found |= per_sample(batch, self._scores(batch, temperature).logprobs_N)
         return found
 
     def _m2_bound(self, plan: StepPlan) -> float:
@@ -386,9 +409,7 @@ class Trainer:
         """Add the gradient of ``batch``; returns its loss and sums, detached."""
         parts = self._objective.parts
         base_N = self._base_logprobs(batch) if parts.kl > 0 else None
-        scores = batch_scores(
-            self._base, batch, self._temperature, entropy_gradient=parts.entropy > 0
-        )
+        scores = self._scores(batch, self._temperature, entropy_gradient=parts.entropy > 0)
         tokens = gather(batch, plan, scores, base_N)
         loss, sums = loss_of(tokens, parts, m2_bound=m2_bound)
         (loss * self._gradient_scale).backward()
@@ -402,7 +423,18 @@ class Trainer:
     def _base_logprobs(self, batch: MicroBatch) -> Tensor:
         """Of the untouched base, at the sampling temperature."""
         with torch.no_grad(), self._adapted.disable_adapter():
-            return batch_scores(self._base, batch, self._temperature).logprobs_N
+            return self._scores(batch, self._temperature).logprobs_N
+
+    def _scores(
+        self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> TokenScores:
+        return batch_scores(
+            self._base,
+            batch,
+            temperature,
+            entropy_gradient=entropy_gradient,
+            autocast=self._config.autocast,
+        )
 
     @property
     def _gradient_scale(self) -> float:

@@ -74,6 +74,13 @@ def use_tree_attention(model: PreTrainedModel) -> bool:
     return _attends_with(model) == NAME
 
 
+def leave_uncompiled() -> None:
+    """Let compiled layers call the attention as it is: its work differs from one micro-batch to the next."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
+
+
 def use_own_attention(model: PreTrainedModel) -> None:
     """Undo :func:`use_tree_attention`."""
     model.set_attn_implementation(OWN)

@@ -279,6 +279,24 @@ class TrainConfig(Section):
     ] = 1.0
     token_budget: Annotated[Positive, Field(description="Tokens of one forward pass.")] = 4096
     gradient_checkpointing: Annotated[bool, Field(description="Trade compute for memory.")] = False
+    autocast: Annotated[
+        bool,
+        Field(
+            description="Compute in bfloat16 what a float32 model can (mixed precision); weights and logits stay."
+        ),
+    ] = False
+    compile: Annotated[
+        bool,
+        Field(
+            description="torch.compile each layer: minutes at the start, faster steps. Needs a C++ compiler on a CPU."
+        ),
+    ] = False
+    quantize: Annotated[
+        Literal["nf4"] | None,
+        Field(
+            description="Learner's base in 4 bits (QLoRA; a GPU and bitsandbytes); give engines the same."
+        ),
+    ] = None
     device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N.")] = "auto"
     threads: Annotated[
         Positive | None, Field(description="CPU threads of the learner; none: torch's choice.")
@@ -486,6 +504,16 @@ class Config(Section):
     def held_out(self) -> DataConfig | None:
         """Where held-out rows come from: as ``data``, but for what ``eval`` names. None without evaluations."""
         return None if self.eval.every is None else _held_out(self.data, self.eval)
+
+    @field_validator("train")
+    @classmethod
+    def _fits_the_model(cls, value: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        model = info.data.get("model")
+        if value.autocast and model is not None and model.dtype != "float32":
+            raise ValueError(
+                f"train.autocast is for a model in float32, and model.dtype is {model.dtype}: leave one of them out"
+            )
+        return value
 
     @field_validator("eval")
     @classmethod
