@@ -527,7 +527,7 @@ def vllm_serve(here: Path, model: Path, rank: int) -> Iterator[str]:
 
 
 def build_wide_model(folder: Path) -> None:
-    """45 M random parameters in four layers, and the character tokenizer of the tests."""
+    """48 M random parameters in four layers, and the character tokenizer of the tests."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -537,7 +537,7 @@ def build_wide_model(folder: Path) -> None:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=1024,
-        intermediate_size=2816,
+        intermediate_size=3072,
         num_hidden_layers=4,
         num_attention_heads=16,
         num_key_value_heads=4,
@@ -557,7 +557,10 @@ def build_wide_model(folder: Path) -> None:
 
 
 def rank_of(mb: int, model: Path) -> int:
-    """The rank whose adapter on all linear layers but the head has so many MB in float32."""
+    """The power of two whose adapter on all linear layers but the head comes nearest to so many MB in float32.
+
+    vLLM pads other ranks to those that it knows.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -569,7 +572,8 @@ def rank_of(mb: int, model: Path) -> int:
         if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head")
     ]
     values = sum(module.in_features + module.out_features for module in linear)
-    return max(1, round(mb * 1e6 / 4 / values))
+    ranks = [2**n for n in range(9)]
+    return min(ranks, key=lambda rank: abs(4 * values * rank - mb * 1e6))
 
 
 def cells_of(args: argparse.Namespace, ranks: Mapping[int, int]) -> list[Cell]:
