@@ -169,19 +169,7 @@ class Learner:
             requeues,
             evaluations,
         )
-        committer = Committer(
-            BucketWriter(
-                w.store,
-                self._keys,
-                threading.Event(),
-                deltas=w.config.sync.encoding == "delta",
-            ),
-            self._pointer,
-            taken.latest,
-            on_serving=after.serving,
-            on_durable=after.durable,
-        )
-        stack.callback(committer.close)
+        committer = self._committer(stack, taken, after)
         dead = w.broker.consumer(self._queues.dead, prefetch=DEAD_PREFETCH)
         stack.callback(dead.close)
         watch = self._watch()
@@ -213,6 +201,21 @@ class Learner:
             epoch=taken.latest.epoch,
             version=taken.ledger.version,
         )
+
+    def _committer(
+        self, stack: contextlib.ExitStack, taken: TakenOver, after: AfterCommit
+    ) -> Committer:
+        w = self._w
+        deltas = w.config.sync.encoding == "delta"
+        committer = Committer(
+            BucketWriter(w.store, self._keys, threading.Event(), deltas=deltas),
+            self._pointer,
+            taken.latest,
+            on_serving=after.serving,
+            on_durable=after.durable,
+        )
+        stack.callback(committer.close)
+        return committer
 
     def _check_mine(self) -> None:
         """As the main thread asks it."""
