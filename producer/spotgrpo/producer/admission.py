@@ -14,11 +14,12 @@ from typing import Final
 
 from spotgrpo.producer.forecast import Pace, Speed, Timing
 
-MOST_TRUST: Final = 0.5
+MOST_TRUST: Final = 1.0
+LEAST_TRUST: Final = -0.5
 TRUST_GAINED: Final = 0.05
-TRUST_LOST: Final = 0.5
+TRUST_LOST: Final = 0.2
 """Versions by which a forecast may be over the limit while a worker is sent tasks: workers that all are as slow hold
-each other's versions up, so that none is late. Lost where one is late all the same."""
+each other's versions up, so that none is late. Lost where more than one in five is late all the same."""
 MARGIN: Final = 0.25
 """Versions by which a forecast must be under the limit for a worker that asks: it is known to be a slow one."""
 LEAST_ROOM: Final = 0.25
@@ -135,7 +136,7 @@ class Admission:
         """A group is out, ``lag`` versions after its oldest token as far as this worker knows."""
         is_late = lag > self._max_staleness
         change = -TRUST_LOST if is_late else TRUST_GAINED
-        self._trust = max(-MOST_TRUST, min(MOST_TRUST, self._trust + change))
+        self._trust = max(LEAST_TRUST, min(MOST_TRUST, self._trust + change))
 
     def why(self, pace: Pace) -> str:
         """In words, why it asks."""
