@@ -75,6 +75,7 @@ class Scene:
             f"sampling.max_new_tokens={ENGINE_TOKENS}",
             f"worker.max_inflight={GROUP_SIZE * self.at_a_time}",
             "worker.engine_stall_s=60",
+            "worker.admission=true",
             "broker.heartbeat_s=10",
         )
 
@@ -86,7 +87,9 @@ SCENES = (
     Scene("shared engines", shares=True),
     Scene("one 3 times slower", slower=3.0),
     Scene("one and one slow", fast=1),
-    Scene("all alike with more places than tasks", slower=1.0, at_a_time=8, group_s=3.2, shortest=0.5),
+    Scene(
+        "all alike with more places than tasks", slower=1.0, at_a_time=8, group_s=3.2, shortest=0.5
+    ),
 )
 QUICK = (Scene("one 10 times slower", group_s=0.6, alone_s=6.0, fleet_s=25.0, slow_s=19.0),)
 

@@ -64,7 +64,7 @@ def test_a_worker_gives_back_early_what_it_cannot_finish_in_time_and_takes_no_mo
         with caplog.at_level(logging.INFO):
             learner = versions_come(bench, 1, every_s=0.3)
             engine = ScriptedEngine(token_s=0.2)  # 4 s a group, 13 versions
-            async with working(bench, engine, max_inflight=4) as (worker, _, _):
+            async with working(bench, engine, admission=True, max_inflight=4) as (worker, _, _):
                 for index in range(3):
                     bench.ask(index, tokens=TOKENS)
                 await until(lambda: worker._gate.asks)
@@ -90,7 +90,7 @@ def test_it_takes_them_once_nobody_else_does(bench: PacedBench) -> None:
     async def story() -> None:
         learner = versions_come(bench, 1, every_s=0.15)
         engine = ScriptedEngine(token_s=0.05)  # 1 s a group, 7 versions
-        async with working(bench, engine, max_inflight=4) as (worker, _, _):
+        async with working(bench, engine, admission=True, max_inflight=4) as (worker, _, _):
             for index in range(3):
                 bench.ask(index, tokens=TOKENS)
             await until(lambda: worker._gate.given_back >= 3)
@@ -106,7 +106,11 @@ def test_a_worker_that_is_told_to_stop_while_it_gives_back_loses_nothing(bench: 
     async def story() -> None:
         learner = versions_come(bench, 1, every_s=0.2)
         engine = ScriptedEngine(token_s=0.3)
-        async with working(bench, engine, max_inflight=4, drain_s=0.0) as (worker, stopping, _):
+        async with working(bench, engine, admission=True, max_inflight=4, drain_s=0.0) as (
+            worker,
+            stopping,
+            _,
+        ):
             for index in range(6):
                 bench.ask(index, tokens=TOKENS)
             await until(lambda: worker._gate.asks)
@@ -126,7 +130,7 @@ def test_a_worker_that_keeps_up_is_never_held_back(bench: PacedBench) -> None:
     async def story() -> None:
         learner = versions_come(bench, 1, every_s=0.3)
         engine = ScriptedEngine(token_s=0.01)  # 0.2 s a group
-        async with working(bench, engine, max_inflight=4) as (worker, _, _):
+        async with working(bench, engine, admission=True, max_inflight=4) as (worker, _, _):
             for index in range(12):
                 bench.ask(index, tokens=TOKENS)
             await bench.answers(12)
@@ -143,7 +147,11 @@ def test_what_is_pinned_is_never_too_late(bench: PacedBench) -> None:
     async def story() -> None:
         bench.paced(1, 0.1)
         engine = ScriptedEngine(token_s=0.1)
-        async with working(bench, engine, max_inflight=4, evaluates=True) as (worker, _, _):
+        async with working(bench, engine, admission=True, max_inflight=4, evaluates=True) as (
+            worker,
+            _,
+            _,
+        ):
             await until(lambda: worker._w.policy.current is not None)
             current = worker._w.policy.current
             assert current is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from spotgrpo.consumer.accounts import MOST_LAG, Accounts, flat_share
 from spotgrpo.consumer.lately import Lately

@@ -70,7 +70,8 @@ def learner(rollouts: float = 0.0, commit: float = 0.0, whole: float = 300.0) ->
             learner(),
             fleet(50, blocked=50),
             (
-                "workers had 50% of their places empty over the last 5 min since the broker took no groups: the rollouts "
+                "workers had 50% of their places empty over the last 5 min since the broker took no groups: the "
+                "rollouts "
                 "queue is full, or an alarm of the broker is on"
             ),
         ),

@@ -36,6 +36,7 @@ class Gate:
         jobs: what the worker holds.
         forget: called with a job that went back to the queue.
         activity: what the worker does now.
+        is_on: whether tasks are left to others at all; else places are only accounted for.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class Gate:
         jobs: dict[TaskId, Job],
         forget: Callable[[Job], None],
         activity: Callable[[], Activity],
+        *,
+        is_on: bool,
     ) -> None:
         self._room, self._policy, self._consumer, self._jobs = room, policy, consumer, jobs
         self._forget, self._activity = forget, activity
@@ -57,6 +60,7 @@ class Gate:
         self.usage = Usage(room.limit, time.monotonic())
         self.given_back = 0
         self._has_said = False
+        self._is_on = is_on
 
     @property
     def asks(self) -> bool:
@@ -73,7 +77,8 @@ class Gate:
         while True:
             await asyncio.sleep(LOOK_S)
             self.usage.note(time.monotonic(), self._room.busy_s, why_empty(self._activity()))
-            await self._look()
+            if self._is_on:
+                await self._look()
 
     async def _look(self) -> None:
         admission, pace = self._admission, self._policy.pace

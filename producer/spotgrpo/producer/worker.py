@@ -119,6 +119,7 @@ class Worker:
             self._jobs,
             self._forget,
             self._activity,
+            is_on=wiring.config.admission,
         )
         self._reporter = Reporter(
             wiring.worker_id, self._queues, self._publisher, self._values, wiring.config.report_s

@@ -343,6 +343,12 @@ class WorkerConfig(Section):
         Positive,
         Field(description="Sequences in flight at most; a group over it still runs alone."),
     ] = 64
+    admission: Annotated[
+        bool,
+        Field(
+            description="Leave tasks that could not be done within train.max_staleness to faster workers. Experimental."
+        ),
+    ] = False
     poll_s: Annotated[
         Seconds, Field(description="Seconds between looks at latest.json, jittered.")
     ] = 1.0

@@ -168,9 +168,9 @@ class Latest(SchemaDocument):
 
     ``epoch`` is the active learner's; ``serving`` and ``durable`` may still name versions of an epoch before it.
     ``writer`` and ``nonce`` tell one learner's bytes from any other's. ``finished`` tells workers to leave.
-    ``step_s`` are seconds of a step, ``group_tokens`` tokens of a group's longest completion and ``lead_s`` seconds from
-    when a step's groups were chosen until its version was served, medians of late: a worker tells from them whether it
-    could finish a task in time.
+    ``step_s`` are seconds of a step, ``group_tokens`` tokens of a group's longest completion and ``lead_s`` seconds
+    from when a step's groups were chosen until its version was served, medians of late: a worker tells from them
+    whether it could finish a task in time.
     ``takeovers`` says, by epoch, from which version its learner resumed: newer ones of earlier epochs were given up.
     ``ended`` names the limit that finished the run, as key and value. ``wall_s`` are the seconds that learners have led
     the run, all together, up to this move.
