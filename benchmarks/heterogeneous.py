@@ -262,7 +262,7 @@ def settled(fleet: Fleet, part: Part) -> tuple[Counter[str], Counter[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one fleet, for less than a minute")
+    parser.add_argument("--quick", action="store_true", help="one fleet, measured for 25 s")
     parser.add_argument("--scene", default="", help="only fleets with this in their name")
     parser.add_argument("--fleet-s", type=float, help="how long all of a fleet are measured")
     args = parser.parse_args()

@@ -279,35 +279,11 @@ class TrlRun:
         self._next = next(self._lines, "").strip()
         return self._next == self._asked
 
-    def _trainer(self) -> Any:
-        from datasets import Dataset
-        from peft import LoraConfig as PeftLora
-        from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-        from transformers import AutoTokenizer, TrainerCallback
-        from trl.trainer import grpo_config, grpo_trainer
+    def _arguments(self, completions: int) -> Any:
+        """TRL's settings for what our step does; ``completions`` are those of a step."""
+        from trl.trainer import grpo_config
 
-        run = self
-
-        class AfterStep(TrainerCallback):  # type: ignore[misc]
-            """Says what a step took once the optimizer has stepped, and stops a run that is over."""
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-                del args, state
-                control.should_training_stop = not run.stepped(float(trainer.last_norm))
-                return control
-
-        class Normed(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
-            """Keeps the norm that ``train()`` computes for its log."""
-
-            last_norm: Any = 0.0
-
-            def _clip_grad_norm(self, model: Any) -> Any:
-                self.last_norm = super()._clip_grad_norm(model)
-                return self.last_norm
-
-        completions = self._options.groups * GROUP_SIZE
-        arguments = grpo_config.GRPOConfig(
+        return grpo_config.GRPOConfig(
             output_dir=str(self._options.adapter / "trl"),
             per_device_train_batch_size=self._rows,
             gradient_accumulation_steps=completions // self._rows,
@@ -334,10 +310,39 @@ class TrlRun:
             disable_tqdm=True,
             seed=self._options.seed,
         )
+
+    def _trainer(self) -> Any:
+        from datasets import Dataset
+        from peft import LoraConfig as PeftLora
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+        from transformers import AutoTokenizer, TrainerCallback
+        from trl.trainer import grpo_trainer
+
+        run = self
+
+        class AfterStep(TrainerCallback):  # type: ignore[misc]
+            """Says what a step took once the optimizer has stepped, and stops a run that is over."""
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+                del args, state
+                control.should_training_stop = not run.stepped(float(trainer.last_norm))
+                return control
+
+        class Normed(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
+            """Keeps the norm that ``train()`` computes for its log."""
+
+            last_norm: Any = 0.0
+
+            def _clip_grad_norm(self, model: Any) -> Any:
+                self.last_norm = super()._clip_grad_norm(model)
+                return self.last_norm
+
+        completions = self._options.groups * GROUP_SIZE
         trainer = Normed(
             model=str(self._options.model),
             reward_funcs=lambda completions, **_: [reward(i) for i in range(len(completions))],
-            args=arguments,
+            args=self._arguments(completions),
             train_dataset=Dataset.from_dict({"prompt": ["-"] * max(64, completions)}),
             processing_class=AutoTokenizer.from_pretrained(self._options.model),
             peft_config=PeftLora(
