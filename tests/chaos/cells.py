@@ -349,6 +349,7 @@ def half_open(role: Role) -> Callable[[World, random.Random], None]:
 def broker_killed(world: World, rng: random.Random) -> None:
     """SIGKILL, and a start on the same data."""
     pid = world.rabbitmq.pid
+    world.rabbitmq.write_tables()
     world.rabbitmq.kill()
     time.sleep(rng.uniform(0, 1))
     _started_again(world, pid)

@@ -276,6 +276,7 @@ def test_a_restarted_broker_loses_nothing_that_it_confirmed(
     publisher = broker.publisher()
     for number in range(20):
         publisher.publish(broker.queues.tasks, Message(b"%d" % number, f"{number}")).result(WAIT_S)
+    fragile_server.write_tables()
     fragile_server.kill()
     later = [
         publisher.publish(broker.queues.tasks, Message(b"%d" % number, f"{number}"))

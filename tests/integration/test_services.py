@@ -88,6 +88,7 @@ def test_a_killed_broker_comes_back_on_its_port_with_its_messages(
             channel.basic_publish("", "kept", b"body", persistent, mandatory=True)
         assert "90000" in server.ctl("eval", "application:get_env(rabbit, consumer_timeout).")
         assert "2000" in server.ctl("eval", "application:get_env(rabbit, channel_tick_interval).")
+        server.write_tables()
         server.kill()
         assert not server.is_running
         server.start()
@@ -260,6 +261,19 @@ def test_free_ports_are_free_and_out_of_the_reach_of_outgoing_connections() -> N
         assert port in processes.PORTS
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+
+
+def test_a_port_with_lingering_connections_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    lingering, fresh = processes.free_ports(2)
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", lingering))
+        server.listen()
+        with socket.create_connection(("127.0.0.1", lingering)) as client:
+            server.accept()[0].close()  # the side that closes first lingers
+            assert client.recv(1) == b""
+    monkeypatch.setattr(processes, "PORTS", [lingering, fresh])
+    assert processes.free_ports(1) == [fresh]
 
 
 def test_a_paused_store_answers_again_after_it_was_resumed(tmp_path: Path) -> None:

@@ -174,11 +174,14 @@ class FolderLock:
 
 
 def free_ports(count: int) -> list[int]:
-    """Draw `count` different ports that nothing listens on, on the loopback interface."""
+    """Draw `count` different ports of the loopback interface that any server can bind now.
+
+    A port on which closed connections linger (TIME_WAIT) is not drawn: only a server that sets SO_REUSEADDR could
+    bind it.
+    """
     ports: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((LOOPBACK, port))
             except OSError:
