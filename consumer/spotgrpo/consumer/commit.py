@@ -7,11 +7,13 @@ and new tasks published. A learner killed between any two of these leaves nothin
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -33,6 +35,7 @@ from spotgrpo.shared.manifest import (
 from spotgrpo.shared.ports import ObjectStore
 from spotgrpo.shared.retry import retry
 from spotgrpo.shared.steps import Step, reached
+from spotgrpo.shared.threads import start
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +121,17 @@ class BucketWriter:
             self._create(self._keys.version(new.version, name), body)
 
         making = self._deltas.begin(new.parent, new.files, store)
-        for name, body in new.files.items():
-            store(name, body)
+        storing = [
+            start(functools.partial(store, name, body), "upload")
+            for name, body in new.files.items()
+        ]
+        files = [
+            FileEntry(name=name, size=len(body), sha256=sha256_hex(body))
+            for name, body in new.files.items()
+        ]
+        wait(storing)  # all of them: an object that appears after a failure would belong to nobody
+        for one in storing:
+            one.result()
         delta = making.result()
         reached(Step.LEARNER_UPLOADED)
         manifest = Manifest(
@@ -127,9 +139,7 @@ class BucketWriter:
             version=new.version.number,
             epoch=new.version.epoch,
             parent=str(new.parent) if new.parent else None,
-            files=[
-                FileEntry(name=n, size=len(b), sha256=sha256_hex(b)) for n, b in new.files.items()
-            ],
+            files=files,
             modules=new.modules,
             base_sha256=new.base_sha256,
             probe=new.probe(),

@@ -317,8 +317,13 @@ class PolicyWatcher:
         """Download the version's files. A full disk may have room later: what is loaded serves meanwhile."""
         try:
             await asyncio.to_thread(folder.mkdir, parents=True)
-            for entry in manifest.files:
-                await self._fetch_file(manifest, entry, folder / entry.name)
+            fetching = (
+                self._fetch_file(manifest, entry, folder / entry.name) for entry in manifest.files
+            )
+            # All have ended before one fails: nothing writes to a folder that is being removed.
+            for failure in await asyncio.gather(*fetching, return_exceptions=True):
+                if failure is not None:
+                    raise failure
         except OSError as exc:
             where = f"worker.cache_dir = {str(self._cache_dir)!r}"
             raise StoreUnavailable(
