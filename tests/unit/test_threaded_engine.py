@@ -47,7 +47,11 @@ class Diarist(ThreadedEngine):
     def _sample(self) -> list[tuple[Running, Chunk]]:
         time.sleep(0.002)
         self.diary.append("token")
-        return [(running, Chunk((1,), (0.0,), None)) for running in self._running.values()]
+        return [(running, self._chunk(running)) for running in self._running.values()]
+
+    def _chunk(self, running: Running) -> Chunk:
+        running.completion.append(1)
+        return Chunk((1,), (0.0,), self._ends.finish(running.request, running.completion))
 
     def _logprobs(self, version: PolicyVersion | None, token_ids: tuple[int, ...]) -> Float32Array:
         self.diary.append("score")
@@ -57,8 +61,8 @@ class Diarist(ThreadedEngine):
         pass
 
 
-def request(version: PolicyVersion) -> GenerationRequest:
-    return GenerationRequest(f"on {version}", (1,), Sampling(50_000), 0, version)
+def request(version: PolicyVersion, name: str = "long", tokens: int = 50_000) -> GenerationRequest:
+    return GenerationRequest(f"{name} on {version}", (1,), Sampling(tokens), 0, version)
 
 
 def test_no_token_of_others_is_sampled_between_a_load_its_probe_and_the_first_request(
@@ -82,3 +86,37 @@ def test_no_token_of_others_is_sampled_between_a_load_its_probe_and_the_first_re
     diary = asyncio.run(story())
     at = diary.index("load 2")
     assert diary[at : at + 4] == ["load 2", "score", "take 2", "token"]
+
+
+def test_no_token_of_others_is_sampled_before_those_that_get_the_places_of_what_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threaded, "FOLLOW_UP_S", 5.0)  # however busy the machine is
+
+    async def sample(engine: Diarist, name: str) -> None:
+        async for _ in engine.submit(request(OLD, name, 3)):
+            pass
+
+    async def one_after_the_other(engine: Diarist, name: str) -> None:
+        await sample(engine, f"{name} first")
+        await sample(engine, f"{name} then")
+
+    async def story() -> list[str]:
+        engine = Diarist()
+        await engine.start()
+        await engine.load(OLD, Path())
+        long = engine.submit(request(OLD))
+        await anext(aiter(long))
+        await asyncio.gather(*(one_after_the_other(engine, name) for name in ("a", "b")))
+        await engine.close()
+        return engine.diary
+
+    diary = asyncio.run(story())
+    places = [n for n, what in enumerate(diary) if what == "take 1"]
+    assert len(places) == 5
+    # Both begin together, end with the same token, and those that follow have the next one.
+    assert [diary[n] for n in range(places[1], places[4] + 1)] == [
+        *("take 1", "take 1"),
+        *("token", "token", "token"),
+        *("take 1", "take 1"),
+    ]

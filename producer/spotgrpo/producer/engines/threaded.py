@@ -39,8 +39,8 @@ CLOSE_S: Final = 20.0
 LINGER_S: Final = 0.002
 """An idle engine waits so long after the first order, so that a whole group is taken at once."""
 FOLLOW_UP_S: Final = 0.005
-"""A load is followed by its probe, and a probe by requests for what it proved: a step that began before the next order
-is here would hold the adoption up by a whole token."""
+"""A load is followed by its probe, a probe by requests for what it proved, and a request that is over by the one that
+gets its place: a step that began before that order is here would hold it up by a whole token."""
 
 
 @dataclass(eq=False)
@@ -74,7 +74,8 @@ class ThreadedEngine(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: SpotGRPOError | None = None
         self._closing = False
-        self._is_followed_up = False
+        self._followers = 0
+        """Orders that what has just been done brings about in the event loop."""
         self._ends: Ends | None = None
         self._running: dict[str, Running] = {}
         self._versions: set[PolicyVersion] = set()
@@ -201,8 +202,10 @@ class ThreadedEngine(ABC):
             time.sleep(LINGER_S)
         with contextlib.suppress(queue.Empty):
             while not self._closing:
-                waits, self._is_followed_up = self._is_followed_up, False
+                waits = self._followers > 0
+                self._followers -= waits
                 self._orders.get(waits, FOLLOW_UP_S)()
+        self._followers = 0
 
     def _answer(self, future: Future[T], function: Callable[[], T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -243,7 +246,7 @@ class ThreadedEngine(ABC):
             raise SpotGRPOError(f"{len(self._versions)} versions are loaded; unload one first")
         taken = self._put_on(version, folder)
         self._versions.add(version)
-        self._is_followed_up = True
+        self._followers += 1
         return taken
 
     def _unload(self, version: PolicyVersion) -> None:
@@ -259,7 +262,7 @@ class ThreadedEngine(ABC):
             self._check_loaded(version)
         if self._ends is not None:
             self._ends.check_ids(token_ids)
-        self._is_followed_up = True
+        self._followers += 1
         return self._logprobs(version, token_ids)
 
     def _check_loaded(self, version: PolicyVersion) -> None:
@@ -302,6 +305,7 @@ class ThreadedEngine(ABC):
         for running, chunk in news:
             if chunk.finish is not None:
                 del self._running[running.request.request_id]
+                self._followers += 1
         self._post(news)
 
     def _post(self, news: Sequence[tuple[Running, Chunk | SpotGRPOError]]) -> None:
