@@ -30,6 +30,7 @@ class TurningEngine(ScriptedEngine):
     Attributes:
         turns: of the event loop that a wrong answer takes; None: it is there at once, and requests stay where they are.
         is_away: its servers do not answer.
+        lapses: so many of the next answers are wrong, and no later ones.
         may_go_on: until it is set, no request gets its next token.
     """
 
@@ -38,6 +39,7 @@ class TurningEngine(ScriptedEngine):
         self.logprob_shift.update({V1: 0.5, V2: 0.7})
         self.turns: int | None = None
         self.has_turned = self.is_away = False
+        self.lapses = 0
         self.may_go_on = asyncio.Event()
         self.scored: list[PolicyVersion | None] = []
 
@@ -53,7 +55,8 @@ class TurningEngine(ScriptedEngine):
         self.scored.append(version)
         if self.is_away:
             raise TransientError("no server is there")
-        if not self.has_turned:
+        self.lapses -= 1
+        if not self.has_turned and self.lapses < 0:
             return await super().score(version, token_ids)
         if self.turns is not None:
             self.may_go_on.set()
@@ -87,6 +90,40 @@ def test_what_is_served_is_proven_again_while_requests_run(bench: Bench) -> None
             engine.scored.clear()
             await until(lambda: engine.scored.count(V2) >= 2)
             assert V1 not in engine.scored
+
+    run(story)
+
+
+def test_a_probe_that_fails_and_passes_when_it_is_tried_once_more_ends_nothing(
+    bench: Bench,
+) -> None:
+    async def story() -> None:
+        engine = TurningEngine()
+        bench.commit(1, shift=0.5)
+        async with working(bench, engine, **OFTEN) as (worker, _, running):
+            await until(lambda: rounds(worker) >= 2)
+            engine.lapses = 1
+            await until(lambda: engine.lapses < 0)
+            before = rounds(worker)
+            await until(lambda: rounds(worker) > before)
+            assert not running.done()
+            assert "fail" not in worker._w.policy.counts.probes
+
+    run(story)
+
+
+@pytest.mark.parametrize("lapses", [1, 2])
+def test_a_version_is_refused_where_its_probe_fails_twice(bench: Bench, lapses: int) -> None:
+    async def story() -> None:
+        engine = TurningEngine()
+        engine.lapses = lapses
+        bench.commit(1, shift=0.5)
+        async with working(bench, engine, probe_every_s=3600.0) as (worker, _, _):
+            counts = worker._w.policy.counts
+            await until(lambda: bool(counts.probes))
+            assert counts.probes == {"fail" if lapses == 2 else "pass": 1}
+            await until(lambda: serves(worker, 1) or counts.refused > 0)
+            assert serves(worker, 1) == (lapses == 1)
 
     run(story)
 

@@ -24,7 +24,7 @@ from typing import ParamSpec, TypeVar
 from spotgrpo.producer.deltas import Deltas
 from spotgrpo.producer.engines.base import Engine
 from spotgrpo.producer.forecast import Pace
-from spotgrpo.producer.probe import judge
+from spotgrpo.producer.probe import ProbeVerdict, judge
 from spotgrpo.shared.errors import (
     IntegrityError,
     NotStored,
@@ -350,18 +350,27 @@ class PolicyWatcher:
     async def prove(self, version: PolicyVersion, probe: Probe | None) -> str:
         """Hold what the engine gives for a loaded version against its probe, and count the verdict.
 
+        One that fails is measured once more, and counts only where it fails again: what an engine computes depends on
+        what else it computes at the time, and where the base is quantised that may be more than rounding explains.
+
         Returns ``pass``, ``inconclusive`` or, without a probe, ``none``; a failing one is an IntegrityError.
         """
         if probe is None:
             return "none"
-        measured = await self._engine.score(version, probe.token_ids)
-        verdict = judge(probe, measured, self._dtype)
+        verdict = await self._verdict(version, probe)
+        if verdict == "fail":
+            log.warning("version %s fails its probe: it is tried once more", version)
+            verdict = await self._verdict(version, probe)
         self.counts.probes[verdict] = self.counts.probes.get(verdict, 0) + 1
         if verdict == "fail":
             raise IntegrityError(
                 "the engine's logprobs are not this version's: it serves the base, or another model"
             )
         return verdict
+
+    async def _verdict(self, version: PolicyVersion, probe: Probe) -> ProbeVerdict:
+        measured = await self._engine.score(version, probe.token_ids)
+        return judge(probe, measured, self._dtype)
 
     async def _forget(self, version: PolicyVersion, folder: Path) -> None:
         with contextlib.suppress(Exception):  # the error that led here is the one to tell

@@ -2,7 +2,8 @@
 
 consumes:     the versions that requests may be running on
 produces:     a verdict for each, every ``every_s``
-promises:     generation goes on meanwhile; once a probe has failed, nothing that the engine gave leaves the worker
+promises:     generation goes on meanwhile; once a probe has failed, and failed again at once, nothing that the engine
+              gave leaves the worker
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Prover:
 
     Args:
         every_s: seconds between two rounds, jittered.
-        on_failure: told of a probe that fails, before anything else can happen. An engine that changed under its
-            versions has nothing left that could be trusted: the worker has to end.
+        on_failure: told of a probe that fails (twice: ``PolicyWatcher.prove``), before anything else can happen. An
+            engine that changed under its versions has nothing left that could be trusted: the worker has to end.
     """
 
     policy: PolicyWatcher
@@ -40,7 +41,7 @@ class Prover:
         """Prove for ever.
 
         Raises:
-            IntegrityError: a probe failed.
+            IntegrityError: a probe failed, also when it was tried once more.
             SpotGRPOError: the engine died.
         """
         while True:
