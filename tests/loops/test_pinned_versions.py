@@ -109,6 +109,46 @@ def test_no_adoption_waits_for_evaluations_however_many_there_are(bench: Bench) 
     run(story)
 
 
+def test_an_adoption_that_waits_for_room_goes_on_where_a_version_becomes_pinned(
+    bench: Bench,
+) -> None:
+    """That version takes no ordinary place any more, and no request has to end for it."""
+
+    async def story() -> None:
+        engine = ScriptedEngine(max_versions=KEEP)
+        async with working(bench, engine, evaluates=True) as (worker, _, _):
+            policy = worker._w.policy
+            for number in range(3):
+                await serve_up_to(bench, worker, number, number)
+                held = policy.loaded(v(number))
+                assert held is not None
+                policy.hold(held)
+            bench.commit(3)
+            await until(lambda: policy._is_crowded)
+            assert policy.pinned(v(0)) is not None
+            await until(lambda: serves(worker, 3))
+
+    run(story)
+
+
+def test_an_older_version_can_be_evaluated_after_a_newer_one_that_could_not_be_had(
+    bench: Bench,
+) -> None:
+    async def story() -> None:
+        engine = ScriptedEngine(max_versions=KEEP)
+        async with working(bench, engine, evaluates=True) as (worker, _, _):
+            await serve_up_to(bench, worker, 0, 6)
+            assert isinstance(bench.store, FaultyStore)
+            bench.store.flipped = bench.keys.version(v(2), "adapter_model.safetensors")
+            bench.ask(0, pinned=v(2))
+            await dead_letter(bench)
+            bench.ask(1, pinned=v(1))
+            (group,) = await bench.answers(1)
+        assert sampled_by(group) == {v(1)}
+
+    run(story)
+
+
 def test_a_task_waits_for_the_version_that_it_is_pinned_to(bench: Bench) -> None:
     async def story() -> None:
         engine = ScriptedEngine(max_versions=KEEP)

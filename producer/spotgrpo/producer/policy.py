@@ -426,8 +426,14 @@ class PolicyWatcher:
         """
         loaded = self._loaded.get(version)
         if loaded is not None and self._document.evaluates:
-            self._pinned = max(self._pinned or version, version)
+            self._pin(max(self._pinned or version, version))
         return loaded
+
+    def _pin(self, version: PolicyVersion | None) -> None:
+        """What is pinned takes no ordinary place: who waits for one looks again."""
+        if version != self._pinned:
+            self._pinned = version
+            self._released.set()
 
     async def bring(self, version: PolicyVersion) -> bool:
         """Have the engine hold ``version`` for tasks that are pinned to it, from the bucket where it has gone.
@@ -478,13 +484,17 @@ class PolicyWatcher:
         )
         if serving.sha256 in self._refused:
             return False
-        self._pinned = version
+        before = self._pinned
+        self._pin(version)
         try:
             self._loaded[version] = await self._load(serving, room=0)
         except (IntegrityError, WireError, NotStored) as exc:
             log.error("version %s is refused, no evaluation of it here: %s", version, exc)
             self._refuse(serving, exc)
             return False
+        finally:
+            if version not in self._loaded and self._pinned == version:
+                self._pin(before)  # in vain: an older one may still be had
         log.info("version %s is loaded once more, to be evaluated", version)
         return True
 
