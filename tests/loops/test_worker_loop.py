@@ -305,6 +305,35 @@ def test_a_version_that_fails_a_check_is_never_served(tmp_path: Path, fault: str
     run(story)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "adapter_model.safetensors"])
+def test_a_version_that_comes_damaged_is_tried_again_ever_more_rarely_until_it_comes_right(
+    tmp_path: Path, name: str
+) -> None:
+    """A bucket, or what is before it, may have handed out other bytes than it has."""
+
+    async def story() -> None:
+        store = FaultyStore()
+        bench = Bench(tmp_path, store=store)
+        bench.open()
+        bench.commit(0)
+        async with working(bench, ScriptedEngine()) as (worker, _, _):
+            policy = worker._w.policy
+            await until(lambda: serves(worker, 0))
+            store.flipped = bench.keys.version(PolicyVersion(1, 1), name)
+            bench.commit(1)
+            await until(lambda: policy.counts.refused == 1)
+            await until(lambda: [one.pause_s for one in policy._refused.values()] > [0.15])
+            assert policy.counts.refused == 1, "a version counts once"
+            assert serves(worker, 0)
+            assert "v00000001" in policy.refused_why
+            store.flipped = ""
+            await until(lambda: serves(worker, 1))
+            assert (policy.refused_why, policy.counts.refused) == ("", 1)
+        bench.broker.close()
+
+    run(story)
+
+
 def test_few_refused_versions_are_remembered(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spotgrpo.producer.policy.MOST_REFUSED", 2)
 

@@ -83,6 +83,7 @@ def test_a_refused_version_is_reported_with_its_reason_until_another_is_served(
             await until(lambda: worker._values()["refused_why"] == why)
             await asyncio.sleep(0.2)  # looked at again, and still not served
             assert worker._values()["refused_why"] == why
+            assert worker._w.policy._folders == 2, "it was fetched again"
             bench.commit(2)
             await until(lambda: serves(worker, 2))
             assert worker._values()["refused_why"] == ""

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import random
 import shutil
 import time
@@ -73,6 +74,27 @@ class Adopted:
     in_flight: int = 0
 
 
+class _Damaged(IntegrityError):
+    """What came is not what was named. Damaged in store it stays so; damaged on the way it comes right."""
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a version is not served. It is tried again at ``again_at`` (monotonic), ``pause_s`` after it was refused."""
+
+    why: str
+    pause_s: float = math.inf
+    again_at: float = math.inf
+
+    @property
+    def is_for_good(self) -> bool:
+        return math.isinf(self.again_at)
+
+    @property
+    def stands(self) -> bool:
+        return time.monotonic() < self.again_at
+
+
 @dataclass
 class Adoptions:
     """Counts for the worker's report.
@@ -122,7 +144,7 @@ class PolicyWatcher:
         self._dtype = dtype or document.dtype
         self._deltas = Deltas(store, keys)
         self._loaded: dict[PolicyVersion, Adopted] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, _Refusal] = {}
         self._etag: str | None = None
         self._woken = asyncio.Event()
         self._released = asyncio.Event()
@@ -210,7 +232,9 @@ class PolicyWatcher:
         self._note_newest(latest)
         async with self._turn:
             await self._follow(latest.serving)
-        self._etag = stored.etag
+        refusal = self._refused.get(latest.serving.sha256)
+        # One that is tried again is read again, though nothing has changed.
+        self._etag = stored.etag if refusal is None or refusal.is_for_good else None
         self._says_finished = latest.finished
         self._was_unfinished = self._was_unfinished or not latest.finished
 
@@ -240,29 +264,37 @@ class PolicyWatcher:
         return await in_thread(functools.partial(call, *args, **kwargs))
 
     async def _follow(self, serving: Serving) -> None:
-        """Adopt ``serving`` unless it is served already or was refused before."""
-        self.refused_why = self._refused.get(serving.sha256, "")
+        """Adopt ``serving`` unless it is served already or was refused before; what was damaged is tried again."""
+        refusal = self._refused.get(serving.sha256)
+        self.refused_why = refusal.why if refusal else ""
         if self.current is not None and self.current.version == serving.policy:
             return
-        if self.refused_why:
+        if refusal is not None and refusal.stands:
             return
         loaded = self._loaded.get(serving.policy)
         if loaded is None:
             try:
                 loaded = await self._load(serving)
             except (IntegrityError, WireError) as exc:
-                self.refused_why = self._refuse(serving, exc)
                 served = self.current.version if self.current else "nothing"
-                log.error("version %s is refused, %s stays: %s", serving.policy, served, exc)
+                self.refused_why = self._refuse(serving, exc, f"{served} stays")
                 return
             self._loaded[loaded.version] = loaded
+            self.refused_why = ""
         await self._adopt(loaded)
 
-    def _refuse(self, serving: Serving, error: Exception) -> str:
-        """Count it, and remember why."""
+    def _refuse(self, serving: Serving, error: Exception, then: str) -> str:
+        """Count it and say so, once, and remember why; what is damaged is tried again, ever more rarely."""
         why = _short(f"{serving.policy}: {error}")
-        self.counts.refused += 1
-        self._refused[serving.sha256] = why
+        before = self._refused.pop(serving.sha256, None)
+        self.counts.refused += before is None
+        if before is None or not isinstance(error, _Damaged):
+            log.error("version %s is refused, %s: %s", serving.policy, then, error)
+        refusal = _Refusal(why)
+        if isinstance(error, _Damaged):
+            pause_s = min(2 * before.pause_s if before else self._poll_s, LONGEST_PAUSE_S)
+            refusal = _Refusal(why, pause_s, time.monotonic() + pause_s)
+        self._refused[serving.sha256] = refusal
         if len(self._refused) > MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
         return why
@@ -278,9 +310,7 @@ class PolicyWatcher:
     async def _load(self, serving: Serving, room: int = 1) -> Adopted:
         body = (await self._ask(self._store.get, serving.manifest)).body
         if sha256_hex(body) != serving.sha256:
-            raise IntegrityError(
-                f"{serving.manifest} does not have the sha256 that latest.json names"
-            )
+            raise _Damaged(f"{serving.manifest} does not have the sha256 that latest.json names")
         manifest = Manifest.from_bytes(body)
         self._check(manifest, serving)
         self._folders += 1
@@ -299,6 +329,8 @@ class PolicyWatcher:
             # Not where it is cancelled: a worker that leaves waits for no engine that is stuck.
             await self._forget(manifest.policy, folder)
             raise
+        if self._refused.pop(serving.sha256, None):
+            log.info("version %s is not damaged any more", manifest.policy)
         return Adopted(manifest.policy, serving.sha256, folder, verdict, manifest.probe)
 
     def _check(self, manifest: Manifest, serving: Serving) -> None:
@@ -334,7 +366,10 @@ class PolicyWatcher:
         is_weights = entry.name == ADAPTER_WEIGHTS
         if not (is_weights and manifest.delta and await self._rebuild(manifest, entry, path)):
             key = self._keys.version(manifest.policy, entry.name)
-            await self._ask(self._store.download, key, path, entry.size, entry.sha256)
+            try:
+                await self._ask(self._store.download, key, path, entry.size, entry.sha256)
+            except IntegrityError as exc:
+                raise _Damaged(str(exc)) from exc
         if is_weights:
             self._deltas.keep(entry, path)
 
@@ -482,15 +517,15 @@ class PolicyWatcher:
         serving = Serving(
             version=version.number, epoch=version.epoch, manifest=key, sha256=sha256_hex(body)
         )
-        if serving.sha256 in self._refused:
+        refusal = self._refused.get(serving.sha256)
+        if refusal is not None and refusal.stands:
             return False
         before = self._pinned
         self._pin(version)
         try:
             self._loaded[version] = await self._load(serving, room=0)
         except (IntegrityError, WireError, NotStored) as exc:
-            log.error("version %s is refused, no evaluation of it here: %s", version, exc)
-            self._refuse(serving, exc)
+            self._refuse(serving, exc, "no evaluation of it here")
             return False
         finally:
             if version not in self._loaded and self._pinned == version:
