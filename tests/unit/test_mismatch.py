@@ -149,6 +149,30 @@ def test_what_makes_many_workers_differ_is_looked_for_in_a_few(
     assert caplog.text.count("as with those before it") == MOST_EXPLAINED
 
 
+def test_what_made_a_worker_differ_is_forgotten_once_it_fits_and_looked_for_anew_where_it_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    causes = iter(["the first fault", "the second fault"])
+    watching = watch(quarantines=False)
+    watching._cause = lambda group, fit: next(causes)  # type: ignore[method-assign]
+    for version, fit in enumerate([BAD, BAD, GOOD, BAD, BAD]):
+        watching.arrived(of_worker("w"), version)
+        watching.trained([("w", fit)], version)
+    assert caplog.text.count("the first fault") == 1
+    assert caplog.text.count("the second fault") == 1
+
+
+def test_a_worker_that_fits_on_too_few_tokens_keeps_its_cause() -> None:
+    recomputing = Recomputing()
+    watching = watch(recompute=recomputing)
+    watching.trained([("w", BAD)], 1)
+    watching.arrived(of_worker("w"), 1)
+    asked = recomputing.asked
+    watching.trained([("w", Fit(1, 0.0))], 1)
+    watching.arrived(of_worker("w"), 1)
+    assert recomputing.asked == asked
+
+
 @pytest.mark.parametrize("dtype", sorted(BOUND))
 def test_the_bound_goes_by_dtype(dtype: str) -> None:
     def refuses(mean: float) -> bool:

@@ -11,8 +11,8 @@ before something is known, one group is computed ahead of the step where it came
 - is unknown, or nothing was known of it for ``KNOWN_FOR`` versions: at lags of 1 and more, steps alone would not tell;
 - is in quarantine, once a version: a worker whose groups fit again is let in again.
 
-Why a worker differs is looked into once (``diagnosis``), for some forward passes of one of its groups, and before a
-step: after it, the weights are another version's.
+Why a worker differs is looked into once (``diagnosis``), and again where it does so anew, for some forward passes of
+one of its groups, and before a step: after it, the weights are another version's.
 
 It is kept in memory: a learner that takes over looks anew.
 """
@@ -39,7 +39,7 @@ ENOUGH: Final = 64
 KNOWN_FOR: Final = 10
 LATER: Final = "what makes it differ is looked into with its next group of lag 0"
 MOST_EXPLAINED: Final = 8
-"""Workers for which forward passes are spent on what makes them differ: many that are wrong are wrong alike."""
+"""Times that forward passes are spent on what makes a worker differ: many that are wrong are wrong alike."""
 MOST_WORKERS: Final = 1024
 MOST_SHOWN: Final = 32
 
@@ -52,7 +52,7 @@ class _Standing:
         recent: fit of its newest tokens, ENOUGH of them where there are as many.
         known_at: version at which something of it was compared last.
         is_over: it does not fit.
-        cause: why, most likely; None before it was looked for.
+        cause: why, most likely; None before it was looked for, and where it fits.
         alarm: when it is spoken of.
     """
 
@@ -161,6 +161,7 @@ class MismatchWatch:
             standing.is_over = True
         elif recent.tokens >= ENOUGH:
             standing.is_over = False
+            standing.cause = None  # should it differ again, it may be of something else
         if standing.alarm.is_due(standing.is_over):
             if standing.cause is None and cause is not None:
                 standing.cause = cause()
