@@ -22,11 +22,15 @@ from spotgrpo.producer.engines.registry import make_engine
 from spotgrpo.producer.engines.server_check import Demands
 from spotgrpo.producer.engines.vllm_server import VLLMServerEngine
 from spotgrpo.producer.evaluate import Evaluation
+from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.shared.config import Config, WorkerView
 from spotgrpo.shared.errors import ConfigError, IntegrityError, SpotGRPOError, TransientError
-from spotgrpo.shared.ids import PolicyVersion
+from spotgrpo.shared.ids import Keys, PolicyVersion
+from spotgrpo.shared.manifest import Probe
+from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.wire import Sampling
-from tests.tools.fake_vllm import FakeVLLM, logprob_of, token_after
+from tests.tools.fake_vllm import MOVED, FakeVLLM, logprob_of, token_after
+from tests.tools.loop_world import RUN, config_of, document_of
 from tests.tools.tiny_model import build_adapter, build_tiny_model
 
 if TYPE_CHECKING:
@@ -121,6 +125,21 @@ async def answer(engine: VLLMServerEngine, asked: GenerationRequest) -> list[int
 
 def streams(server: FakeVLLM) -> list[dict[str, Any]]:
     return [asked for asked in server.requests if asked.get("stream")]
+
+
+def policy_on(engine: VLLMServerEngine, cache: Path, dtype: str) -> PolicyWatcher:
+    """What judges an engine's versions."""
+    document = document_of(config_of())
+    return PolicyWatcher(
+        MemoryStore(),
+        Keys(RUN),
+        engine,
+        document,
+        cache_dir=cache,
+        poll_s=1.0,
+        keep=3,
+        dtype=dtype,
+    )
 
 
 async def until(claim: Callable[[], bool]) -> None:
@@ -352,6 +371,102 @@ async def test_what_fails_its_proof_on_a_server_again_and_again_does_not_pile_up
     servers[1].shift = 0.0
     await until(lambda: len(engine._pool._up()) == 2)
     assert [len(server.loaded) for server in servers] == [1, 1]
+
+
+async def test_a_server_that_comes_while_the_first_is_scored_serves_only_once_it_is_proven(
+    servers: list[FakeVLLM], start: Any, adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await servers[1].kill()
+    engine = await start(*servers)
+    await engine.load(FIRST, adapter)
+    servers[0].hangs = True
+    scoring = asyncio.create_task(engine.score(FIRST, IDS))
+    servers[1].shift = 0.3
+    await servers[1].start()
+    await until(lambda: len(engine._pool._up()) == 2)
+    servers[0].hangs = False
+    await scoring
+    await asyncio.gather(*(answer(engine, request(n)) for n in range(4)))
+    await until(lambda: "gives other logprobs than other servers did" in caplog.text)
+    assert not streams(servers[1])
+    servers[1].shift = 0.0
+    await until(lambda: len(engine._pool._up()) == 2)
+    await asyncio.gather(*(answer(engine, request(n)) for n in range(4)))
+    assert len(streams(servers[1])) == 2
+
+
+EFFECT = 0.5
+PROBE = Probe(
+    token_ids=[*IDS],
+    base_logprobs=[logprob_of(token_id, 1.0) - 1.0 for token_id in IDS[1:]],
+    version_logprobs=[
+        logprob_of(token_id, 1.0) - 1.0 + EFFECT * (token_id == MOVED) for token_id in IDS[1:]
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"),
+    [("float32", {"shift": 0.3}), ("float32", {"effect": 0.0}), ("bfloat16", {"effect": 0.0})],
+)
+async def test_one_server_that_is_wrong_costs_only_itself(
+    servers: list[FakeVLLM],
+    start: Any,
+    adapter: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str,
+    wrong: dict[str, float],
+) -> None:
+    """From the start, and where it turns while it serves: its requests go on elsewhere."""
+    right = {"shift": 0.0, "effect": EFFECT}
+    for server in servers:
+        vars(server).update(right)
+    vars(servers[0]).update(wrong)
+    engine = await start(*servers, dtype=dtype)
+    policy = policy_on(engine, tmp_path, dtype)
+    await engine.load(FIRST, adapter)
+    assert await policy.prove(FIRST, PROBE) == "pass"
+    assert f"a server is away: {servers[0].url}" in caplog.text
+    await asyncio.gather(*(answer(engine, request(n)) for n in range(4)))
+    assert not streams(servers[0])
+
+    vars(servers[0]).update(right)
+    await until(lambda: len(engine._pool._up()) == 2)
+    running = [asyncio.create_task(answer(engine, request(n, tokens=200))) for n in range(4)]
+    await until(lambda: len(streams(servers[0])) == 2)
+    vars(servers[1]).update(wrong)
+    assert await policy.prove(FIRST, PROBE) == "pass"
+    await asyncio.gather(*running)
+    assert len(streams(servers[0])) == 4
+    assert policy.counts.probes == {"pass": 2}
+
+
+async def test_where_no_server_is_right_a_version_is_not_proven_and_none_is_left_out(
+    servers: list[FakeVLLM], start: Any, adapter: Path, tmp_path: Path
+) -> None:
+    engine = await start(*servers)
+    policy = policy_on(engine, tmp_path, "float32")
+    await engine.load(FIRST, adapter)
+    with pytest.raises(IntegrityError, match="it serves the base, or another model"):
+        await policy.prove(FIRST, PROBE)
+    assert len(engine._pool._up()) == 2
+
+
+async def test_an_adapter_that_one_server_refuses_is_served_by_the_others(
+    servers: list[FakeVLLM], start: Any, adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = await start(*servers)
+    takes, servers[0]._load = servers[0]._load, lambda *_: (400, {"error": "size mismatch"})
+    await engine.load(FIRST, adapter)
+    assert "size mismatch" in caplog.text
+    await asyncio.gather(*(answer(engine, request(n)) for n in range(4)))
+    assert len(streams(servers[1])) == 4
+    servers[1]._load = servers[0]._load
+    with pytest.raises(IntegrityError, match="size mismatch"):
+        await engine.load(SECOND, adapter)
+    servers[0]._load = servers[1]._load = takes
+    await until(lambda: len(engine._pool._up()) == 2)
 
 
 async def test_servers_that_disagree_prove_nothing(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from spotgrpo.producer.deltas import Deltas
-from spotgrpo.producer.engines.base import Engine
+from spotgrpo.producer.engines.base import Engine, SeveralServers
 from spotgrpo.producer.forecast import Pace
 from spotgrpo.producer.probe import ProbeVerdict, judge
 from spotgrpo.shared.errors import (
@@ -404,7 +404,11 @@ class PolicyWatcher:
         return verdict
 
     async def _verdict(self, version: PolicyVersion, probe: Probe) -> ProbeVerdict:
-        measured = await self._engine.score(version, probe.token_ids)
+        engine = self._engine
+        if isinstance(engine, SeveralServers):
+            measured = await engine.score_probe(version, probe)
+        else:
+            measured = await engine.score(version, probe.token_ids)
         return judge(probe, measured, self._dtype)
 
     async def _forget(self, version: PolicyVersion, folder: Path) -> None:

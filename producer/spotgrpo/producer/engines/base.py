@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spotgrpo.shared.errors import SpotGRPOError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from spotgrpo.shared.config import WorkerConfig
     from spotgrpo.shared.ids import PolicyVersion
+    from spotgrpo.shared.manifest import Probe
     from spotgrpo.shared.wire import Finish, Float32Array, Sampling
 
 
@@ -178,3 +179,14 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free the model. Running requests end with ``abort``."""
+
+
+@runtime_checkable
+class SeveralServers(Protocol):
+    """An engine whose parts answer for each other: one may be wrong while the others are well."""
+
+    async def score_probe(self, version: PolicyVersion, probe: Probe) -> Float32Array:
+        """``score`` of the probe's tokens, by a part that fits it; where none does, as any gives them.
+
+        Parts that do not fit while one does take no requests until they do.
+        """

@@ -1,7 +1,8 @@
 """Which of a worker's vLLM servers may serve, and which versions each of them has.
 
 A server is away or up. It comes up only after it was checked and has every version that is held, and it is away
-from the first lost answer on, so that a server that was restarted serves nothing before it was loaded again.
+from the first lost answer on, so that a server that was restarted serves nothing before it was loaded again. One that
+is wrong about a version while another is right is away too, until it was loaded again and proven.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Server:
     Attributes:
         base: what it calls its base model.
         names: what it calls the versions that it has.
+        proven: those of the names under which it answered as it should; no name comes twice.
         uses: what it does for this worker now; each can be ended from outside.
         heard_at: when it last sent a token, or was last without work (monotonic).
         doubted: set where it should be looked at now.
@@ -59,6 +61,7 @@ class Server:
     api: ServerApi
     base: str = ""
     names: dict[PolicyVersion, str] = field(default_factory=dict)
+    proven: set[str] = field(default_factory=set)
     uses: set[asyncio.Timeout] = field(default_factory=set)
     is_up: bool = False
     heard_at: float = 0.0
@@ -77,17 +80,34 @@ class Server:
             self.said = text
 
 
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """Token ids, and the logprobs of all but the first, as a server gives them that has the version."""
+
+    token_ids: tuple[int, ...]
+    scores: Float32Array
+
+
 @dataclass
 class Held:
     """A version that every server is to have.
 
     Attributes:
         path: its folder as servers see it.
-        proof: token ids and the logprobs that the first servers gave; who comes later must give the same.
+        proof: what the first servers gave; one that has not given the same serves no request of this version.
     """
 
     path: str
-    proof: tuple[tuple[int, ...], Float32Array] | None = None
+    proof: Proof | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The logprobs that a server gave under a name of its own."""
+
+    server: Server
+    name: str
+    scores: Float32Array
 
 
 class ServerPool:
@@ -169,17 +189,20 @@ class ServerPool:
 
         Raises:
             ConfigError: a server cannot read ``path``, or lacks room for the adapter.
-            IntegrityError: a server refuses the adapter for another reason.
+            IntegrityError: the servers refuse the adapter for another reason. Where one takes it, those that do not
+                are away instead.
             TransientError: no server is up.
         """
-        held = Held(path)
-        tries = (self._load_or_lose(server, version, held) for server in self._up())
+        held, servers = Held(path), self._up()
+        tries = (self._load_or_lose(server, version, held) for server in servers)
         results = await asyncio.gather(*tries, return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            await self._take_off(version)
-            raise errors[0]
-        if not any(results):
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, IntegrityError) and True in results:
+                self._turn_out(server, str(result))
+            elif isinstance(result, BaseException):
+                await self._take_off(version)
+                raise result
+        if True not in results:
             raise self._nobody()
         self._held[version] = held
         self._tell()
@@ -198,18 +221,65 @@ class ServerPool:
             IntegrityError: they do not.
             TransientError: no server is up.
         """
+        first, *others = answers = await self._answers(version, token_ids)
+        for other in others:
+            self._compare_answers(other, first)
+        if version is not None:
+            self._note_proof(version, Proof(token_ids, first.scores), answers)
+        return first.scores
+
+    async def score_probe(self, version: PolicyVersion, probe: Probe) -> Float32Array:
+        """Logprobs of a probe's tokens by the server that fits it best, or by any where none fits.
+
+        Where one fits, those that do not, or that differ from it, are away from now on.
+
+        Raises:
+            TransientError: no server is up.
+        """
+        answers = await self._answers(version, tuple(probe.token_ids))
+        fitting = [one for one in answers if judge(probe, one.scores, self._dtype) != "fail"]
+        if not fitting:
+            return answers[0].scores
+        best = min(fitting, key=lambda one: _gap(one.scores, probe.version_logprobs))
+        well: list[Answer] = []
+        wrong: list[tuple[Server, str]] = []
+        for one in answers:
+            try:
+                self._compare_answers(one, best)
+                if one not in fitting:
+                    raise IntegrityError(f"{one.server.api.url} does not answer as {version}")
+                well.append(one)
+            except IntegrityError as exc:
+                wrong.append((one.server, str(exc)))
+        self._note_proof(version, Proof(tuple(probe.token_ids), best.scores), well)
+        for server, why in wrong:
+            self._turn_out(server, why)
+        return best.scores
+
+    async def _answers(
+        self, version: PolicyVersion | None, token_ids: tuple[int, ...]
+    ) -> list[Answer]:
+        """Of the servers that are up and have ``version``, one at least."""
         servers = [s for s in self._up() if version is None or version in s.names]
-        answers = await asyncio.gather(*(self._score(s, version, token_ids) for s in servers))
-        found = [(s, a) for s, a in zip(servers, answers, strict=True) if a is not None]
-        if not found:
+        names = [s.base if version is None else s.names[version] for s in servers]
+        asking = (self._score(s, name, token_ids) for s, name in zip(servers, names, strict=True))
+        answers = [answer for answer in await asyncio.gather(*asking) if answer is not None]
+        if not answers:
             raise self._nobody()
-        first, scores = found[0]
-        for other, its_scores in found[1:]:
-            self._compare(other.api.url, its_scores, scores, f"{first.api.url} does")
-        held = self._held.get(version) if version is not None else None
-        if held is not None and held.proof is None:
-            held.proof = (token_ids, scores)
-        return scores
+        return answers
+
+    def _note_proof(self, version: PolicyVersion, proof: Proof, answers: Sequence[Answer]) -> None:
+        """These fit ``proof``. A server that came, or came back, while they were asked has to show it now."""
+        held = self._held.get(version)
+        if held is None:
+            return
+        held.proof = held.proof or proof
+        for answer in answers:
+            answer.server.proven.add(answer.name)
+        for server in self._servers:
+            if version in server.names and not self._may_serve(server, version):
+                server.doubted.set()
+        self._tell()
 
     @contextlib.asynccontextmanager
     async def place(self, version: PolicyVersion) -> AsyncIterator[tuple[Server, str]]:
@@ -249,14 +319,11 @@ class ServerPool:
             self._lose(server, str(exc))
             raise ServerLost(str(exc), broke_off=exc.status >= 500) from exc
 
-    async def _score(
-        self, server: Server, version: PolicyVersion | None, token_ids: tuple[int, ...]
-    ) -> Float32Array | None:
+    async def _score(self, server: Server, name: str, token_ids: tuple[int, ...]) -> Answer | None:
         """None where the server is lost."""
-        name = server.base if version is None else server.names[version]
         with contextlib.suppress(ServerLost):
             async with self._using(server):
-                return await server.api.score(name, token_ids)
+                return Answer(server, name, await server.api.score(name, token_ids))
         return None
 
     async def _load_or_lose(self, server: Server, version: PolicyVersion, held: Held) -> bool:
@@ -269,36 +336,32 @@ class ServerPool:
         return version in server.names
 
     async def _put_on(self, server: Server, version: PolicyVersion, held: Held) -> None:
-        """Load under a name that was never used, and see that it answers as it did elsewhere."""
-        name = f"{self._mark}{version}-{next(self._numbers)}"
-        try:
-            await server.api.load(name, held.path)
-        except ServerRefused as exc:
-            raise refused_adapter(server.api.url, held.path, exc, self._demands) from exc
+        """Load it where it is not, under a name that was never used, and see that it answers as it did elsewhere."""
+        name = server.names.pop(version, None)  # it has none until it is proven
+        if name is None:
+            name = f"{self._mark}{version}-{next(self._numbers)}"
+            try:
+                await server.api.load(name, held.path)
+            except ServerRefused as exc:
+                raise refused_adapter(server.api.url, held.path, exc, self._demands) from exc
         if held.proof is not None:
-            await self._prove(server, version, name, *held.proof)
+            await self._prove(server, version, name, held.proof)
         server.names[version] = name
 
-    async def _prove(
-        self,
-        server: Server,
-        version: PolicyVersion,
-        name: str,
-        token_ids: tuple[int, ...],
-        scores: Float32Array,
-    ) -> None:
+    async def _prove(self, server: Server, version: PolicyVersion, name: str, proof: Proof) -> None:
         """See that the server answers for ``name`` as others did, or it did before, and not as for its base model."""
-        mine = await server.api.score(name, token_ids)
-        self._compare(server.api.url, mine, scores, f"other servers did on {version}")
-        base = await server.api.score(server.base, token_ids)
+        mine = await server.api.score(name, proof.token_ids)
+        self._compare(server.api.url, mine, proof.scores, f"other servers did on {version}")
+        base = await server.api.score(server.base, proof.token_ids)
         probe = Probe(
-            token_ids=list(token_ids),
-            version_logprobs=scores.tolist(),
+            token_ids=list(proof.token_ids),
+            version_logprobs=proof.scores.tolist(),
             base_logprobs=base.tolist(),
             dtype=self._dtype,
         )
         if judge(probe, mine) == "fail":
             raise IntegrityError(f"{server.api.url} answers for {version} as for its base model")
+        server.proven.add(name)
 
     async def _take_off(self, version: PolicyVersion) -> None:
         named = [(s, s.names.pop(version)) for s in self._servers if version in s.names]
@@ -311,8 +374,12 @@ class ServerPool:
         strays = [name for name in present - known if name.startswith(self._mark)]
         await asyncio.gather(*(_forget(server, name) for name in strays))
 
+    def _compare_answers(self, one: Answer, other: Answer) -> None:
+        who = f"{other.server.api.url} does"
+        self._compare(one.server.api.url, one.scores, other.scores, who)
+
     def _compare(self, url: str, mine: Float32Array, theirs: Float32Array, who: str) -> None:
-        gap = float(np.abs(mine - theirs).sum()) / max(1, len(theirs))
+        gap = _gap(mine, theirs)
         if not gap <= self._noise:
             raise IntegrityError(
                 f"{url} gives other logprobs than {who} ({gap:.1g} nats apart): all servers need the same model, "
@@ -352,6 +419,7 @@ class ServerPool:
             forgotten = [v for v, name in server.names.items() if name not in present]
             for version in forgotten:
                 del server.names[version]
+            server.proven.intersection_update(server.names.values())
             if server.is_up and forgotten:
                 raise ServerLost(f"{server.api.url} has forgotten its versions: it was restarted")
             self._check_silence(server)
@@ -365,9 +433,9 @@ class ServerPool:
         self._tell()
 
     async def _catch_up(self, server: Server) -> None:
-        """Load what the server lacks. A version may be unloaded meanwhile."""
+        """Load what the server lacks, and prove what it has not proven. A version may be unloaded meanwhile."""
         for version, held in list(self._held.items()):
-            if version in server.names:
+            if self._may_serve(server, version):
                 continue
             with self._unless_gone(version):
                 await self._put_on(server, version, held)
@@ -397,9 +465,22 @@ class ServerPool:
             server.say(level, f"a server is away: {why}")
         server.is_up = False
 
+    def _turn_out(self, server: Server, why: str) -> None:
+        """It is away until what it is to serve has been loaded anew and proven; what it does goes on elsewhere."""
+        server.names.clear()
+        self._lose(server, why)
+        _give_up(server)
+
     def _least_busy(self, version: PolicyVersion) -> Server | None:
-        having = [server for server in self._up() if version in server.names]
+        having = [server for server in self._up() if self._may_serve(server, version)]
         return min(having, key=lambda server: len(server.uses), default=None)
+
+    def _may_serve(self, server: Server, version: PolicyVersion) -> bool:
+        """Whether it has ``version``, and has answered as it should since there is something to prove it by."""
+        name, held = server.names.get(version), self._held.get(version)
+        if name is None or held is None:
+            return False
+        return held.proof is None or name in server.proven
 
     def _up(self) -> list[Server]:
         return [server for server in self._servers if server.is_up]
@@ -416,6 +497,11 @@ class ServerPool:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._on_failure(error)
+
+
+def _gap(mine: Float32Array, theirs: Float32Array | Sequence[float]) -> float:
+    """Mean |difference| in nats."""
+    return float(np.abs(mine - np.asarray(theirs)).sum()) / max(1, len(theirs))
 
 
 async def _forget(server: Server, name: str) -> None:

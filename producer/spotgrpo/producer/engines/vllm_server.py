@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from spotgrpo.producer.engines.server_api import Part
     from spotgrpo.producer.engines.server_pool import Server
     from spotgrpo.shared.ids import PolicyVersion
+    from spotgrpo.shared.manifest import Probe
     from spotgrpo.shared.wire import Float32Array
 
 STREAM_INTERVAL: Final = 8
@@ -55,7 +56,7 @@ again where it was evicted, and does not survive finding it gone."""
 
 
 class VLLMServerEngine:
-    """Implements :class:`spotgrpo.producer.engines.base.Engine`. Everything here runs in the event loop.
+    """Implements Engine and SeveralServers of ``engines.base``. Everything here runs in the event loop.
 
     Raises ConfigError on creation where ``spec`` has no servers.
     """
@@ -156,6 +157,18 @@ class VLLMServerEngine:
         if self._ends is not None:
             self._ends.check_ids(token_ids)
         return await pool.score(version, tuple(token_ids))
+
+    async def score_probe(self, version: PolicyVersion, probe: Probe) -> Float32Array:
+        """Logprobs of a probe's tokens; a server that is wrong while another is right is away from now on.
+
+        Raises:
+            TransientError: no server is there now.
+        """
+        pool = self._alive()
+        self._check_loaded(version)
+        if self._ends is not None:
+            self._ends.check_ids(probe.token_ids)
+        return await pool.score_probe(version, probe)
 
     async def close(self) -> None:
         """Abort what runs and leave the servers. Idempotent."""
