@@ -528,3 +528,23 @@ def test_rule_9_partials_go_with_the_commit_that_settles_their_task(world: World
     left = {world.keys.task_of(info.key) for info in world.store.list(world.keys.partials)}
     assert world.audit().balanced
     assert not left
+
+
+def test_rule_9_a_partial_that_comes_after_its_task_was_settled_goes_with_the_next_commit(
+    world: World,
+) -> None:
+    """A save may be under way while the group is published, or another worker may hold a copy of the task."""
+    first: list[TaskId] = []
+    late: list[str] = []
+
+    def act(worker: ThreadWorker, task: Task) -> Sequence[Group]:
+        first.append(task.task_id)
+        if 3 <= worker.serving().number < 6:
+            late.append(world.keys.partial(first[0], "w", task.task_id.index))
+            world.store.create(late[-1], b"tokens")
+        return [answer(task, worker.serving())]
+
+    with ThreadWorker(world, act):
+        world.learner(config_of(max_steps=8)).run()
+    assert late
+    assert not [info.key for info in world.store.list(world.keys.partials) if info.key in late]
