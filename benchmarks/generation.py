@@ -553,7 +553,9 @@ def main() -> None:
     parser.add_argument("--max-inflight", type=int, default=16, help="sequences at a time")
     parser.add_argument("--model", type=Path, default=Path(".demo/model"), help="SmolLM2's folder")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop"))  # and so do all that were started
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("told to stop")
+    )  # and so do all that were started
     with tempfile.TemporaryDirectory(prefix="spotgrpo-generation-") as name:
         folder = Path(name)
         if args.quick:

@@ -641,7 +641,9 @@ def main() -> None:
     if args.role:
         be_role(args)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop"))  # and so do all that were started
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("told to stop")
+    )  # and so do all that were started
     if args.quick:
         args.sizes, args.workers, args.steps, args.polling = [20], [1], 10, False
     if args.keep:
