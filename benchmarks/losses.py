@@ -69,7 +69,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 QUICK = ("dapo", "no_clip")
 LAGS, QUICK_LAGS = (0, 2, 4, 8), (0, 4)
 SEEDS = 3
-STEPS, QUICK_STEPS = 48, 24
+STEPS, QUICK_STEPS = 48, 12
 RATES = (1e-3, 2e-3)
 """At the first most losses learn in spite of the lag; at the second the lag sets them apart."""
 
