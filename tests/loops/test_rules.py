@@ -15,6 +15,7 @@ from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.ports import Message, Stored
 from spotgrpo.shared.steps import Step, observe
 from spotgrpo.shared.wire import Group, Task
+from tests.loops.test_learner_faults import Background, until
 from tests.tools.loop_world import (
     BookkeepingTrainer,
     ThreadWorker,
@@ -91,6 +92,44 @@ def test_rule_4_a_takeover_publishes_at_once_what_the_last_ledger_issued(
     assert [message.headers.get("again") for message in sent] == [1] * len(issued) + [None] * (
         len(sent) - len(issued)
     )
+    assert world.audit().balanced
+
+
+def test_rule_4_a_takeover_publishes_what_was_issued_while_the_broker_was_away(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner takes two steps on what it holds, commits both, and dies before the broker is back."""
+    sent = watch_tasks(world, monkeypatch)
+    workers, stopping = ThreadWorker(world), threading.Event()
+    trainer = BookkeepingTrainer(lambda: outage() if len(trainer.steps) == 1 else wait_for_six())
+
+    def wait_for_six() -> None:
+        until(lambda: trainer.steps or len(workers.answered) >= 6)
+
+    def outage() -> None:
+        workers.__exit__()
+        world.server.stop()
+
+    workers.__enter__()
+    learner = Background(world.learner(config_of(), trainer, stopping).run)
+    until(lambda: len(trainer.steps) == 3 and world.latest().durable.version == 3)
+    before = read_newest(world.store, world.latest())
+    until(lambda: {*map(str, before.issued)} <= {one.message_id for one in sent})
+    never_published = {str(task) for task, at in before.outstanding.items() if at >= 2}
+    assert len(never_published) >= 4
+    for publisher in world.server.publishers:  # it is gone, with what it still had to publish
+        publisher._held.clear()
+    stopping.set()
+    assert learner.ends()
+    world.server.start()
+    sent.clear()
+    with ThreadWorker(world):
+        other = Background(world.learner(config_of(reissue_after_s=10_000.0)).run)
+        until(lambda: len(sent) >= len(never_published))
+        at_once = sent[: len(never_published)]
+        assert other.ends()
+    assert {one.message_id for one in at_once} == never_published
+    assert all("again" in one.headers for one in at_once)
     assert world.audit().balanced
 
 

@@ -117,6 +117,21 @@ def test_the_broker_is_not_asked_at_every_turn_for_how_many_tasks_wait(desk: Des
     assert 10 <= len(asked) <= 20
 
 
+def test_rule_4_a_task_is_unconfirmed_from_each_of_its_publishes_until_the_broker_has_it(
+    desk: Desk,
+) -> None:
+    desk.issuer.publish([(A, 0), (B, 0)])
+    desk.issuer.expect([TaskId(7)])
+    assert desk.issuer.unconfirmed == {A, B}
+    desk.outbox.confirm()
+    assert desk.issuer.unconfirmed == set()
+    desk.now = 10.0
+    assert desk.reissue() == [A]
+    assert desk.issuer.unconfirmed == {A}
+    desk.issuer.forget([A])
+    assert desk.issuer.unconfirmed == set()
+
+
 def test_what_may_have_been_published_before_says_so(desk: Desk) -> None:
     """A worker looks for a partial then, and only then."""
     desk.issuer.publish([(A, 0)])

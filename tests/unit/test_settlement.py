@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from spotgrpo.consumer.ledger import CAUSES, Ledger, decode_ledger, encode_ledge
 from spotgrpo.consumer.settlement import Settlement
 from spotgrpo.shared.errors import WireError
 from spotgrpo.shared.ids import TaskId
+from spotgrpo.shared.wire import pack_body
 
 
 def settlement(issue: int = 4) -> Settlement[str]:
@@ -101,6 +103,26 @@ def test_rule_4_what_a_commit_issues_is_known_only_once_it_has_landed() -> None:
     assert one.committed.outstanding.keys() == {A}
     assert one.landed().issued == (B, C)
     assert one.committed.outstanding.keys() == {B, C}
+
+
+def test_rule_4_a_ledger_names_what_earlier_ones_issued_and_the_broker_has_not_confirmed() -> None:
+    one = settlement()
+    one.receive(A, "a")
+    one.settle("trained", [A])
+    unconfirmed = {A, C, D, TaskId(99)}  # A is settled by now, and 99 is not of this run's books
+    ledger = one.write(1, lambda _: 1, 3, parent="parent", unconfirmed=unconfirmed)
+    assert set(ledger.unpublished) == {C, D}
+    assert not set(ledger.issued) & set(ledger.unpublished)
+    assert decode_ledger(encode_ledger(ledger)) == ledger
+    one.landed()
+    assert write(one).unpublished == ()
+
+
+def test_a_ledger_of_before_that_was_written_down_is_read() -> None:
+    ledger = settlement().committed
+    fields = msgpack.unpackb(msgpack.unpackb(encode_ledger(ledger))["payload"])
+    del fields["unpublished"]
+    assert decode_ledger(pack_body("ledger", fields)) == ledger
 
 
 def test_rule_5_settled_tasks_and_their_copies_ask_for_a_commit_of_their_own() -> None:

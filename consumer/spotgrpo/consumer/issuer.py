@@ -133,6 +133,12 @@ class Issuer:
             timer.is_confirmed = error is None
             timer.due = self._clock() + timer.wait
 
+    @property
+    def unconfirmed(self) -> set[TaskId]:
+        """Tasks that the broker has not confirmed: they are lost with this learner, if it ends now."""
+        with self._lock:
+            return {task for task, timer in self._timers.items() if not timer.is_confirmed}
+
     def check(self) -> None:
         """Raise what keeps tasks from being published for good, if anything does."""
         if self._error is not None:

@@ -6,7 +6,7 @@ since its parent; the chain of all of them is the run's books, which ``audit`` a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -52,6 +52,8 @@ class Ledger:
             that of the step's batch, so that a run can be replayed from its ledgers.
         issued: what was issued since the parent: retries, then what a person asked for again, then new prompts.
         takeovers: epoch -> version number that its learner resumed from.
+        unpublished: outstanding tasks that earlier ledgers issued, and that the broker had not confirmed when this one
+            was written. Whoever takes the run over publishes them as it does ``issued``.
     """
 
     sequence: int
@@ -64,6 +66,7 @@ class Ledger:
     settled: Settled
     issued: tuple[TaskId, ...]
     takeovers: Mapping[int, int]
+    unpublished: tuple[TaskId, ...] = ()
 
     @classmethod
     def first(cls, epoch: int, issue: int) -> Ledger:
@@ -91,11 +94,12 @@ class Ledger:
         duplicates: int,
         parent: str | None,
         requeued: tuple[TaskId, ...] = (),
+        unconfirmed: Collection[TaskId] = (),
     ) -> Ledger:
         """The ledger after ``settled`` ended, stale and dead prompts were tried again, and ``issue`` new were issued.
 
         ``requeued`` are next attempts of dead tasks that a person asked for; that they were never issued is for the
-        caller to know, since it takes the whole chain.
+        caller to know, since it takes the whole chain. ``unconfirmed`` are tasks that the broker may not have yet.
 
         Raises:
             ValueError: a task is settled that is not outstanding, or twice, or one is requeued that is outstanding
@@ -111,6 +115,7 @@ class Ledger:
         issued = retries + requeued + tuple(TaskId(self.cursor + i) for i in range(issue))
         gone = set(ended)
         outstanding = {task: at for task, at in self.outstanding.items() if task not in gone}
+        unpublished = tuple(task for task in outstanding if task in unconfirmed)
         outstanding.update(dict.fromkeys(issued, version))
         return replace(
             self,
@@ -122,6 +127,7 @@ class Ledger:
             outstanding=outstanding,
             settled={cause: tuple(tasks) for cause, tasks in settled.items() if tasks},
             issued=issued,
+            unpublished=unpublished,
         )
 
 
@@ -175,6 +181,7 @@ def encode_ledger(ledger: Ledger) -> bytes:
             "takeovers": [
                 {"epoch": epoch, "version": at} for epoch, at in ledger.takeovers.items()
             ],
+            "unpublished": [str(task) for task in ledger.unpublished],
         },
     )
 
@@ -203,6 +210,7 @@ def decode_ledger(body: bytes) -> Ledger:
             entry.integer("epoch"): entry.integer("version")
             for entry in fields.each("takeovers", MAX_IDS)
         },
+        unpublished=_tasks(fields, "unpublished") if fields.has("unpublished") else (),
     )
 
 

@@ -216,16 +216,16 @@ class TrainingLoop:
         self._finish()
 
     def publish_outstanding(self, ledger: Ledger, *, again: bool) -> None:
-        """What the last ledger issued at once, the rest if it gives no sign (rule 4).
+        """What may be in no queue at once, the rest if it gives no sign (rule 4).
 
-        After a takeover (``again``) the learner before may have published all of it.
+        That is what the last ledger issued, and what the broker had not confirmed when that was written: in an outage a
+        learner commits what it holds, and may be gone before the broker is back. After a takeover (``again``) it may
+        have published all of it.
         """
         outstanding = ledger.outstanding
-        self.issuer.publish(
-            [(task, outstanding[task]) for task in ledger.issued if task in outstanding],
-            again=again,
-        )
-        self.issuer.expect(set(outstanding) - set(ledger.issued))
+        unsure = [task for task in (*ledger.unpublished, *ledger.issued) if task in outstanding]
+        self.issuer.publish([(task, outstanding[task]) for task in unsure], again=again)
+        self.issuer.expect(set(outstanding) - set(unsure))
 
     # ---- one turn ----------------------------------------------------------------------------------------------
 
@@ -373,6 +373,7 @@ class TrainingLoop:
             max_attempts=0 if self.is_trained or ended else self.pacing.max_attempts,
             parent=latest.durable.ledger,
             requeue=self.requeues.wanted,
+            unconfirmed=self.issuer.unconfirmed,
         )
         self.requeues.written(ledger)
         self._submit(Commit(new, ledger, state, ended=ended))

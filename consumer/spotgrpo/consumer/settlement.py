@@ -10,7 +10,7 @@ The main thread receives and settles, the committer's thread calls ``landed``: o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -83,6 +83,7 @@ class Settlement(Generic[ReceiptT]):
         max_attempts: int,
         parent: str,
         requeue: Sequence[TaskId] = (),
+        unconfirmed: Collection[TaskId] = (),
     ) -> Ledger:
         """The ledger of the next commit: all that is settled and not in a ledger yet.
 
@@ -92,6 +93,7 @@ class Settlement(Generic[ReceiptT]):
             parent: bucket key of the committed ledger.
             requeue: next attempts of dead tasks that a person asked for; as many as ``issue`` allows go before new
                 prompts, so that no more are outstanding than can be trained in time.
+            unconfirmed: tasks that were published, and that the broker has not confirmed.
         """
         with self._lock:
             if self._flight is not None:
@@ -112,6 +114,7 @@ class Settlement(Generic[ReceiptT]):
                 max_attempts=max_attempts,
                 duplicates=self._duplicates,
                 parent=parent,
+                unconfirmed=unconfirmed,
             )
             self._duplicates = 0
             return self._flight
