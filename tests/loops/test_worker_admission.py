@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from spotgrpo.producer.activity import Stage
+from spotgrpo.producer.drain import Job
 from spotgrpo.producer.worker import Worker
 from spotgrpo.shared.ids import TaskId
 from spotgrpo.shared.manifest import Latest
@@ -53,8 +56,12 @@ def versions_come(bench: PacedBench, first: int, every_s: float) -> asyncio.Task
     return asyncio.create_task(come())
 
 
+def jobs(worker: Worker) -> list[Job]:
+    return list(worker._jobs.values())
+
+
 def held(worker: Worker) -> list[int]:
-    return sorted(job.task.task_id.index for job in worker._jobs.values())
+    return sorted(job.task.task_id.index for job in jobs(worker))
 
 
 def test_a_worker_gives_back_early_what_it_cannot_finish_in_time_and_takes_no_more(
@@ -134,6 +141,51 @@ def test_a_worker_that_keeps_up_is_never_held_back(bench: PacedBench) -> None:
             for index in range(12):
                 bench.ask(index, tokens=TOKENS)
             await bench.answers(12)
+            assert not worker._gate.asks
+            assert worker._gate.given_back == 0
+        learner.cancel()
+
+    run(story)
+
+
+def test_an_outage_of_the_broker_is_not_the_workers_own_time(bench: PacedBench) -> None:
+    async def story() -> None:
+        learner = versions_come(bench, 1, every_s=0.3)
+        engine = ScriptedEngine(token_s=0.01)  # 0.2 s a group
+        async with working(bench, engine, admission=True, max_inflight=4) as (worker, _, _):
+            for index in range(2):
+                bench.ask(index, tokens=TOKENS)
+            await until(lambda: held(worker) == [0, 1])
+            bench.server.stop()
+            await until(lambda: all(job.stage is Stage.PUBLISHING for job in jobs(worker)))
+            await asyncio.sleep(2.4)  # eight versions
+            bench.server.start()
+            for index in range(2, 10):
+                bench.ask(index, tokens=TOKENS)
+            await bench.answers(10)
+            assert not worker._gate.asks
+            assert worker._gate.given_back == 0
+        learner.cancel()
+
+    run(story)
+
+
+def test_a_worker_that_was_stopped_and_goes_on_does_not_think_itself_slow(
+    bench: PacedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spotgrpo.producer.outages.STANDS_STILL_S", 0.8)
+
+    async def story() -> None:
+        learner = versions_come(bench, 1, every_s=0.3)
+        engine = ScriptedEngine(token_s=0.01)  # 0.2 s a group
+        async with working(bench, engine, admission=True, max_inflight=4) as (worker, _, _):
+            for index in range(10):
+                bench.ask(index, tokens=TOKENS)
+            await until(
+                lambda: any(draft.token_ids for job in jobs(worker) for draft in job.drafts)
+            )
+            time.sleep(2.4)  # noqa: ASYNC251 - as SIGSTOP: nothing of this process runs
+            await bench.answers(10)
             assert not worker._gate.asks
             assert worker._gate.given_back == 0
         learner.cancel()

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from spotgrpo.producer.admission import TRY_EVERY, Admission, Running
-from spotgrpo.producer.forecast import MEMORY, Pace, Speed, Timing
+from spotgrpo.producer.forecast import MEMORY, Pace, Speed, Timing, Wait
 
 GROUP, MOST = 8, 4
 
 
 def speed(*timings: tuple[float, float], tokens: int = 100, rest_s: float = 0.0) -> Speed:
     found = Speed()
-    for load, token_s in timings:
+    for index, (load, token_s) in enumerate(timings):
         found.note(Timing(load, token_s))
-        found.ended(tokens, rest_s)
+        found.ended(tokens, Wait(100.0 * index, 100.0 * index + rest_s))
     return found
 
 
@@ -62,8 +62,33 @@ def test_a_worker_that_became_another_forgets_what_it_was() -> None:
 def test_before_its_first_group_a_worker_goes_by_the_length_that_the_learner_names() -> None:
     found = Speed(tokens_before=50.0)
     assert (found.tokens, found.is_known) == (50.0, False)
-    found.ended(80, 0.0)
+    found.ended(80)
     assert found.tokens == 80.0
+
+
+def waited(*waits: tuple[float, float] | None) -> Speed:
+    found = Speed()
+    for wait in waits:
+        found.ended(100, Wait(*wait) if wait else None)
+    return found
+
+
+def test_rewards_and_publishing_take_what_most_groups_wait() -> None:
+    assert waited((0, 2), (5, 8), (10, 14)).rest_s == 3
+    assert waited(None, None).rest_s == 0, "all of them met an outage"
+    assert waited((0, 2), None, (50, 52)).rest_s == 2
+
+
+def test_groups_that_wait_side_by_side_say_once_how_long_that_takes() -> None:
+    """A broker that stands still for a minute holds up all that is in flight, and no connection is lost."""
+    outage = [(100 + second, 160.0) for second in range(MEMORY)]
+    assert waited((0, 1), (10, 11), *outage).rest_s == 1
+    assert waited((0, 1), *outage).rest_s == 1
+    assert waited(*outage, (170, 171)).rest_s == 1
+
+
+def test_a_queue_of_groups_at_a_slow_line_is_heard_of_again_and_again() -> None:
+    assert waited(*[(second, second + 10.0) for second in range(60)]).rest_s == 10
 
 
 # ---- decisions ------------------------------------------------------------------------------------------------------
@@ -73,7 +98,7 @@ def admission(token_s: float, load: float = GROUP * MOST, max_staleness: int = 2
     """Groups of 100 tokens; versions are to come every 10 s."""
     found = Admission(max_staleness, GROUP, MOST)
     found.speed.note(Timing(load, token_s))
-    found.speed.ended(100, 0.0)
+    found.speed.ended(100)
     return found
 
 

@@ -40,6 +40,7 @@ class Job:
         work: what brings it from version to ack.
         stage, since: how far it has come, and when (monotonic seconds) it came there.
         began: when (monotonic seconds) its sampling began.
+        sampled: when (monotonic seconds) all of its completions were there.
         busy_s: seconds in which the engine's places had been taken by then, all together.
     """
 
@@ -52,6 +53,7 @@ class Job:
     stage: Stage = Stage.RECALLING
     since: float = field(default_factory=time.monotonic)
     began: float = 0.0
+    sampled: float = 0.0
     busy_s: float = 0.0
 
     def enter(self, stage: Stage) -> None:

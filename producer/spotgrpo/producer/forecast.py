@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import Final
 
 MEMORY: Final = 8
@@ -67,12 +67,27 @@ class Timing:
     token_s: float
 
 
+@dataclass(frozen=True)
+class Wait:
+    """What a group took from its last token until the broker had it: rewards and publishing.
+
+    Attributes:
+        since, until: seconds of one clock.
+    """
+
+    since: float
+    until: float
+
+
 @dataclass
 class Speed:
     """This worker's recent groups, and what the next one would take at another load.
 
     Seconds a token are taken to be ``a + b × load`` with a, b ≥ 0. Where all loads were alike they are taken to be
     proportional to the load, which is the best that fewer sequences can bring: trying it shows what they do.
+
+    Groups that wait for the broker or for rewards side by side wait for the same thing, which may be an outage that
+    nobody noticed: they say how long that takes once, not once each.
 
     Attributes:
         tokens_before: of a group's longest completion, as long as none has ended here; 0: not known.
@@ -81,7 +96,7 @@ class Speed:
     tokens_before: float = 0.0
     _timings: deque[Timing] = field(default_factory=lambda: deque(maxlen=MEMORY))
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    _rest_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
+    _waits: deque[Wait] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
     def note(self, timing: Timing) -> None:
         """A group was sampled, or a part of it that is long enough to tell."""
@@ -91,10 +106,11 @@ class Speed:
                 self._timings.clear()
         self._timings.append(timing)
 
-    def ended(self, tokens: int, rest_s: float) -> None:
-        """A group of this length is out, ``rest_s`` after its last token."""
+    def ended(self, tokens: int, wait: Wait | None = None) -> None:
+        """A group of this length is out, after ``wait``; None where an outage made it longer."""
         self._tokens.append(tokens)
-        self._rest_s.append(rest_s)
+        if wait is not None and not (self._waits and wait.since < self._waits[-1].until):
+            self._waits.append(wait)
 
     @property
     def is_known(self) -> bool:
@@ -113,7 +129,7 @@ class Speed:
     @property
     def rest_s(self) -> float:
         """Of rewards and publishing."""
-        return median(self._rest_s) if self._rest_s else 0.0
+        return median_low([one.until - one.since for one in self._waits] or [0.0])
 
     def token_s(self, load: float) -> float:
         """Seconds a token of one sequence among ``load``; at least one timing must have been noted."""

@@ -14,7 +14,8 @@ from typing import Final
 from spotgrpo.producer.activity import Activity, Stage
 from spotgrpo.producer.admission import Admission, Running
 from spotgrpo.producer.drain import Job
-from spotgrpo.producer.forecast import Pace, Timing
+from spotgrpo.producer.forecast import Pace, Timing, Wait
+from spotgrpo.producer.outages import Outages
 from spotgrpo.producer.policy import PolicyWatcher
 from spotgrpo.producer.room import Room
 from spotgrpo.producer.sampler import Sampled
@@ -59,6 +60,7 @@ class Gate:
         )
         self.usage = Usage(room.limit, time.monotonic())
         self.given_back = 0
+        self._outages = Outages(time.monotonic())
         self._has_said = False
         self._is_on = is_on
 
@@ -76,7 +78,9 @@ class Gate:
         """Look for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.usage.note(time.monotonic(), self._room.busy_s, why_empty(self._activity()))
+            now, activity = time.monotonic(), self._activity()
+            self._outages.look(now, is_away=activity.is_blocked or bool(activity.trouble))
+            self.usage.note(now, self._room.busy_s, why_empty(activity))
             if self._is_on:
                 await self._look()
 
@@ -118,7 +122,7 @@ class Gate:
             return None
         now = time.monotonic()
         longest = max(job.drafts, key=lambda draft: len(draft.token_ids))
-        if not longest.token_s(now):
+        if not longest.token_s(now) or self._outages.stood_still(job.began, now):
             return None
         return Running(
             oldest=min(run.version.number for run in runs),
@@ -162,16 +166,19 @@ class Gate:
     def sampled(self, job: Job) -> None:
         """All of its completions are there."""
         tokens = max(len(draft.token_ids) - draft.brought for draft in job.drafts)
-        now = time.monotonic()
-        if tokens > 0 and now > job.began:
+        job.sampled = now = time.monotonic()
+        if tokens > 0 and now > job.began and not self._outages.stood_still(job.began, now):
             token_s = (now - job.began) / tokens
             self._admission.speed.note(Timing(self._load_since(job, now), token_s))
 
     def published(self, job: Job, sampled: Sampled) -> None:
         """The broker has the group."""
+        now = time.monotonic()
         longest = max(len(rollout.token_ids) for rollout in sampled.rollouts)
-        self._admission.speed.ended(longest, max(0.0, time.time() - sampled.generated_at))
-        if job.task.kind == "train" and job.task.pinned is None:
+        was_held_up = self._outages.any(job.sampled, now)
+        self._admission.speed.ended(longest, None if was_held_up else Wait(job.sampled, now))
+        is_judged = job.task.kind == "train" and job.task.pinned is None
+        if is_judged and not self._outages.any(job.began, now):
             oldest = min(run.version.number for one in sampled.rollouts for run in one.versions)
             self._admission.ended(self._policy.pace.newest - oldest)
 
