@@ -16,7 +16,7 @@ from spotgrpo.consumer.audit import read_chain
 from spotgrpo.consumer.loop import TrainingLoop
 from spotgrpo.shared.errors import ConfigError, Fenced, StoreUnavailable
 from spotgrpo.shared.ids import PolicyVersion, TaskId
-from spotgrpo.shared.manifest import sha256_hex
+from spotgrpo.shared.manifest import Latest, sha256_hex
 from spotgrpo.shared.memory.broker import MemoryBroker, MemoryPublisher
 from spotgrpo.shared.memory.store import MemoryStore
 from spotgrpo.shared.ports import Message
@@ -135,6 +135,29 @@ def test_a_publisher_that_is_refused_for_good_ends_the_learner(
     monkeypatch.setattr(MemoryPublisher, "publish", refuse)
     with pytest.raises(ConfigError, match="may not publish"):
         world.learner(config_of()).run()
+
+
+def test_a_version_that_met_an_outage_of_the_bucket_is_not_what_workers_forecast_by(
+    worlds: Callable[[MemoryStore], World],
+) -> None:
+    """Told that versions lag so far behind their groups, a whole fleet would leave its tasks to one another."""
+    leads: list[float] = []
+
+    class SlowOnce(MemoryStore):
+        def create(self, key: str, body: bytes) -> None:
+            if "v00000003" in key and "manifest" in key:
+                time.sleep(2.0)
+            super().create(key, body)
+
+        def compare_and_swap(self, key: str, body: bytes, expected: str | None) -> str | None:
+            if key.endswith("latest.json"):
+                leads.append(Latest.from_bytes(body).lead_s)
+            return super().compare_and_swap(key, body, expected)
+
+    world = worlds(SlowOnce())
+    with ThreadWorker(world):
+        world.learner(config_of(max_steps=6)).run()
+    assert max(leads) < 2.0
 
 
 def test_rule_7_a_deposed_learner_ends_though_it_cannot_get_the_leader_queue_back(

@@ -12,12 +12,15 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Final, Protocol
 
 from spotgrpo.consumer.deltas import DeltaMaker
+from spotgrpo.consumer.lately import STEPS
 from spotgrpo.consumer.ledger import Ledger, encode_ledger
 from spotgrpo.shared.errors import SpotGRPOError
 from spotgrpo.shared.ids import Keys, PolicyVersion
@@ -175,9 +178,6 @@ class Committer:
 
     ``submit`` waits while one is in flight, so a learner that cannot commit stops one version ahead. An error
     (``Fenced``, an integrity fault) ends the thread and comes out of the next ``submit`` or ``check``.
-
-    Attributes:
-        serving_s: seconds that the last new version took until it was served.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Committer:
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
-        self.serving_s = 0.0
+        self._servings_s: deque[float] = deque(maxlen=STEPS)
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
         self._thread.start()
 
@@ -203,6 +203,11 @@ class Committer:
     def idle(self) -> bool:
         """True while no commit is in flight."""
         return self._idle.is_set()
+
+    @property
+    def serving_s(self) -> float:
+        """Seconds that a new version took until it was served, the median of late: one may have met an outage."""
+        return median_low(self._servings_s or [0.0])
 
     @property
     def latest(self) -> Latest:
@@ -253,7 +258,7 @@ class Committer:
             reached(Step.LEARNER_MANIFEST_STORED)
             self._move(serving=stored.serving(), **said)
             reached(Step.LEARNER_SERVING)
-            self.serving_s = time.monotonic() - began
+            self._servings_s.append(time.monotonic() - began)
             self._on_serving(stored.serving())
         if commit.ledger is None:
             return
