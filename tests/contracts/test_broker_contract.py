@@ -316,6 +316,40 @@ def test_a_paused_consumer_gets_what_it_asks_for_and_all_once_it_resumes(broker:
     assert sorted(bodies(other, 4)) == [b"2", b"3", b"4", b"5"]
 
 
+def test_nothing_stays_with_a_consumer_that_pauses_while_messages_are_on_the_way(
+    world: World,
+) -> None:
+    """One is worked on all the while; whatever else it was sent, asked for or gave back comes to another."""
+    broker = world.make(delivery_limit=10_000)
+    broker.declare()
+    sent = [b"%d" % number for number in range(240)]
+    fickle, publisher = broker.consumer(broker.queues.tasks, 4), broker.publisher()
+    publish(broker, b"in work")
+    in_work, seen = take(fickle), []
+    other = broker.consumer(broker.queues.tasks, 4)
+    for number, body in enumerate(sent):
+        publisher.publish(broker.queues.tasks, Message(body))
+        (fickle.pause, fickle.ask_beyond, fickle.resume)[number % 3]()
+        if number % 5 == 0 and (delivery := fickle.take(0)) is not None:
+            fickle.reject(delivery.handle, requeue=True)
+        while (delivery := other.take(0)) is not None:
+            seen.append(delivery.message.body)
+            other.ack([delivery.handle])
+    fickle.pause()
+    for _ in range(int(WAIT_S / BRIEFLY_S)):
+        if len(seen) == len(sent):
+            break
+        while (delivery := fickle.take(0)) is not None:  # asked for before it paused at last
+            fickle.reject(delivery.handle, requeue=True)
+        while (delivery := other.take(BRIEFLY_S)) is not None:
+            seen.append(delivery.message.body)
+            other.ack([delivery.handle])
+    assert sorted(seen) == sorted(sent)
+    fickle.ack([in_work.handle])
+    fickle.close()
+    assert other.take(BRIEFLY_S) is None, "the ack of what was in work was void"
+
+
 def test_acked_messages_are_gone_and_others_come_back_in_order(broker: Broker) -> None:
     publish(broker, b"1", b"2", b"3", b"4", b"5")
     consumer = broker.consumer(broker.queues.tasks, 8)

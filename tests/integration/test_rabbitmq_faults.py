@@ -290,6 +290,38 @@ def test_a_restarted_broker_loses_nothing_that_it_confirmed(
     assert {one.message.message_id for one in got} == {f"{number}" for number in range(40)}
 
 
+def test_a_consumer_that_pauses_around_a_restart_keeps_nothing(
+    make: Make, fragile_server: PrivateRabbitMQ
+) -> None:
+    """What it works on meanwhile comes again, as it would anyhow: the channel of its ack is gone."""
+    broker = make(fragile_server.url)
+    broker.declare()
+    publisher, tasks = broker.publisher(), broker.queues.tasks
+    fickle = broker.consumer(tasks, 4)
+    sent = [b"%d" % number for number in range(60)]
+    for body in sent[:20]:
+        publisher.publish(tasks, Message(body)).result(WAIT_S)
+    in_work = [take(fickle), take(fickle)]
+    fickle.pause()
+    fragile_server.restart()
+    later = [publisher.publish(tasks, Message(body)) for body in sent[20:]]
+    for turn in (fickle.resume, fickle.ask_beyond, fickle.pause, fickle.ask_beyond) * 5:
+        turn()
+        time.sleep(0.05)
+    for future in later:
+        future.result(WAIT_S)
+    fickle.ack([one.handle for one in in_work])  # in vain
+    other = broker.consumer(tasks, 8)
+    seen: set[bytes] = set()
+    while len(seen) < len(sent):
+        if (asked := fickle.take(0)) is not None:
+            fickle.reject(asked.handle, requeue=True)
+        delivery = take(other)
+        seen.add(delivery.message.body)
+        other.ack([delivery.handle])
+    assert seen == {*sent}
+
+
 def test_a_delivery_held_too_long_comes_again_on_a_new_channel(
     make: Make, fragile_server: PrivateRabbitMQ, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,7 +95,8 @@ class RabbitMQConsumer:
 
     def resume(self) -> None:
         """See ports.Consumer."""
-        self._is_paused = False
+        with self._changed:
+            self._is_paused = False
         self._link.call_soon(self._follow_pause)
 
     def ack(self, handles: Sequence[Handle]) -> None:
@@ -275,8 +276,8 @@ class RabbitMQConsumer:
         if not self._auto_ack:
             self._outstanding[tag] = None
         message = Message(body, properties.message_id or "", plain_headers(properties.headers))
-        is_late = self._is_paused and isinstance(method, Basic.Deliver)  # sent before the pause
         with self._changed:
+            is_late = self._is_paused and isinstance(method, Basic.Deliver)  # sent before the pause
             if not self._finished and not is_late:
                 self._buffer.append(
                     Delivery(message, Handle(self._generation, tag), method.redelivered)
