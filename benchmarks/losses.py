@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -68,7 +68,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 """Corrections on top of a preset, ``dapo`` where none is named. ``no_clip`` shows what the others are for."""
 QUICK = ("dapo", "no_clip")
 LAGS, QUICK_LAGS = (0, 2, 4, 8), (0, 4)
-SEEDS = 3
+SEEDS, JOBS = 4, 2
 STEPS, QUICK_STEPS = 48, 12
 RATES = (1e-3, 2e-3)
 """At the first most losses learn in spite of the lag; at the second the lag sets them apart."""
@@ -362,9 +362,8 @@ def default_among(tables: Mapping[str, Mapping[str, Any]]) -> str | None:
 def run_all(cells: Sequence[Cell], jobs: int, scratch: Path) -> dict[Cell, Outcome]:
     """Every cell, ``jobs`` at a time, each in one thread; the outcome depends on neither."""
     folders = {seed: scratch / f"{seed}" for seed in sorted({cell.seed for cell in cells})}
-    context = multiprocessing.get_context("spawn")
     found = {}
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with executor(jobs) as pool:
         starts = pool.map(warm_start, folders.keys(), folders.values())
         for seed, (steps, share) in zip(folders, starts, strict=True):
             print(
@@ -376,6 +375,13 @@ def run_all(cells: Sequence[Cell], jobs: int, scratch: Path) -> dict[Cell, Outco
             found[cell] = outcome
             print(line_of(cell, outcome), flush=True)
     return found
+
+
+def executor(jobs: int) -> Executor:
+    """A single job stays in this process: importing torch once more takes longer than a run."""
+    if jobs == 1:
+        return ThreadPoolExecutor(1)
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
 def line_of(cell: Cell, outcome: Outcome) -> str:
@@ -531,7 +537,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rates", type=lambda text: [float(rate) for rate in text.split(",")])
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--jobs", type=int, help="processes of one thread each")
     args = parser.parse_args()
     tried = candidates()
     names = args.names or (QUICK if args.quick else list(tried))
@@ -548,7 +554,7 @@ def main() -> None:
     ]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        found = run_all(cells, args.jobs, Path(scratch))
+        found = run_all(cells, args.jobs or (1 if args.quick else JOBS), Path(scratch))
     results = {cell: found[cell] for cell in cells}
     for line in tables(results):
         print(line)
