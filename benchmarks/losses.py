@@ -68,7 +68,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 """Corrections on top of a preset, ``dapo`` where none is named. ``no_clip`` shows what the others are for."""
 QUICK = ("dapo", "no_clip")
 LAGS, QUICK_LAGS = (0, 2, 4, 8), (0, 4)
-SEEDS, JOBS = 4, 2
+SEEDS, JOBS = 3, 2
 STEPS, QUICK_STEPS = 48, 12
 RATES = (1e-3, 2e-3)
 """At the first most losses learn in spite of the lag; at the second the lag sets them apart."""
